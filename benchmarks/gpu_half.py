@@ -1,0 +1,241 @@
+"""The scaled half product on a GPU: does it mean what the CPU says, and what does it cost?
+
+Part 1 compares the CUDA back ends with the CPU's: the same elements overflow, and how many ulps lie between.
+Part 2 times a transformer block of Anima's size (width 2048, 16 heads of 128, 4096 tokens) in plain fp16, in planned
+and in current half, in bf16 and in fp32 without TF32: interleaved, medians, ratios to plain fp16, the memory peak.
+
+    python benchmarks/gpu_half.py --json gpu_half.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finitune.numerics import products
+from finitune.numerics.attention import half_attention
+from finitune.numerics.compare import relative_l2, ulp_histogram
+from finitune.numerics.half import half_conv, half_linear
+
+WIDTH, HEADS, TOKENS, TEXT_TOKENS, TEXT_WIDTH = 2048, 16, 4096, 512, 1024
+SINGLE, HALF = torch.float32, torch.float16
+
+
+class HalfLinear(nn.Module):
+    """A Linear whose product is a scaled half product: planned with exponent 0, or current with None."""
+
+    def __init__(self, linear: nn.Linear, exponent: int | None):
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach().half(), requires_grad=False)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().half(), requires_grad=False)
+        self.exponent = exponent
+        # A planned site that fits writes fp16; without a plan nothing is known to fit.
+        self.out_dtype = SINGLE if exponent is None else HALF
+
+    def forward(self, x: Tensor) -> Tensor:
+        return half_linear(x, self.weight, self.bias, exponent=self.exponent, out_dtype=self.out_dtype)
+
+
+class CastOnce(nn.Module):
+    """A modulated norm of the fp32 stream whose result is cast to fp16 once, for all that read it."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        normed, gate = self.norm(*args)
+        return normed.half(), gate
+
+
+class HalfAttention:
+    """diffusers' attention processor of this block, around `half_attention`."""
+
+    def __init__(self, current: bool):
+        self.current = current
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Tensor:
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        projected = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
+        q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in projected)
+        out = half_attention(attn.norm_q(q), attn.norm_k(k), v, attention_mask, current=self.current)
+        return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
+
+
+def halved(module: nn.Module, exponent: int | None) -> nn.Module:
+    """`module` with every Linear below it and its attention in half; planned, norms cast their result once."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, HalfLinear(child, exponent))
+            continue
+        halved(child, exponent)
+        if hasattr(child, "set_processor"):
+            child.set_processor(HalfAttention(current=exponent is None))
+        if exponent is not None and name in ("norm1", "norm2", "norm3"):
+            setattr(module, name, CastOnce(child))
+        if exponent is not None and name in ("norm_q", "norm_k"):
+            child.half()
+    return module
+
+
+def block() -> nn.Module:
+    from diffusers.models.transformers.transformer_cosmos import CosmosTransformerBlock
+
+    torch.manual_seed(0)
+    return CosmosTransformerBlock(HEADS, WIDTH // HEADS, TEXT_WIDTH, adaln_lora_dim=256).requires_grad_(False)
+
+
+def inputs(dtype: torch.dtype, tokens: int, device: str) -> tuple[Tensor, ...]:
+    """hidden states, text, embedded timestep, temb."""
+    torch.manual_seed(1)
+    shapes = (1, tokens, WIDTH), (1, TEXT_TOKENS, TEXT_WIDTH), (1, WIDTH), (1, 3 * WIDTH)
+    return tuple(torch.randn(shape, device=device).to(dtype) for shape in shapes)
+
+
+def variants(device: str, tokens: int) -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
+    """Each precision's block, and inputs in the dtype of its residual stream."""
+    rows: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {}
+    for name, dtype in (("raw fp16", HALF), ("bf16", torch.bfloat16), ("fp32", SINGLE)):
+        rows[name] = block().to(device, dtype), inputs(dtype, tokens, device)
+    for name, exponent in (("planned half", 0), ("current half", None)):
+        rows[name] = halved(block(), exponent).to(device), inputs(SINGLE, tokens, device)
+    return rows
+
+
+def meaning(device: str) -> list[dict[str, Any]]:
+    """Part 1: one row per case and output format; `same_overflow` must be true."""
+    torch.manual_seed(2)
+    x, weight = torch.randn(1024, 2048) * torch.logspace(0, 4.2, 2048), torch.randn(512, 2048) * 0.25
+    image, kernel = torch.randn(1, 64, 64, 64) * 300, torch.randn(64, 64, 3, 3) * 4
+    heads = [torch.randn(1, 4, 512, 64) for _ in range(3)]
+    cases: dict[str, tuple[Callable[..., Tensor], list[Tensor], dict[str, Any]]] = {}
+    for exponent in (0, 4, None):
+        for dtype in (HALF, SINGLE):
+            options = {"exponent": exponent, "out_dtype": dtype}
+            cases[f"linear k={exponent} {dtype}"] = half_linear, [x, weight.half()], options
+            cases[f"conv2d k={exponent} {dtype}"] = half_conv, [image, kernel.half()], {**options, "padding": 1}
+    for current in (False, True):
+        cases[f"attention current={current}"] = half_attention, heads, {"current": current}
+    return [{"case": name, **compared(*case, device)} for name, case in cases.items()]
+
+
+def compared(
+    function: Callable[..., Tensor], args: list[Tensor], options: dict[str, Any], device: str
+) -> dict[str, Any]:
+    """CUDA against CPU: forward in fp16 ulps and overflow sets, gradients in relative L2."""
+    results = []
+    for where in ("cpu", device):
+        leaves = [a.detach().to(where).requires_grad_() for a in args]
+        out = function(*leaves, **options)
+        finite = torch.isfinite(out)
+        torch.manual_seed(3)
+        grad = (torch.randn(out.shape) * 2.0**-12).to(where, out.dtype)
+        results.append((out.detach().cpu(), finite.cpu(), [g.cpu() for g in torch.autograd.grad(out, leaves, grad)]))
+    (cpu, cpu_finite, cpu_gradients), (cuda, cuda_finite, cuda_gradients) = results
+    both = cpu_finite & cuda_finite
+    pairs = [(a, b, torch.isfinite(a) & torch.isfinite(b)) for a, b in zip(cuda_gradients, cpu_gradients, strict=True)]
+    return {
+        "overflowed": int((~cpu_finite).sum()),
+        "same_overflow": torch.equal(cpu_finite, cuda_finite),
+        "relative_l2": relative_l2(cuda[both], cpu[both]),
+        "ulps": {str(k): v for k, v in list(ulp_histogram(cuda[both], cpu[both], HALF).items())[:8]},
+        "gradients": [relative_l2(a[fit], b[fit]) for a, b, fit in pairs],
+    }
+
+
+def costs(device: str, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Part 2: milliseconds forward, and with the gradient of the stream; memory above what weights and inputs take."""
+    blocks = variants(device, tokens)
+    reference = run(*blocks["fp32"], False)
+    rows: dict[str, dict[str, float]] = {}
+    for name, (module, args) in blocks.items():
+        out = run(module, args, False)
+        row = rows[name] = {"relative_l2": relative_l2(out, reference), "finite": float(torch.isfinite(out).all())}
+        for way, backward in (("forward", False), ("training", True)):
+            run(module, args, backward)
+            torch.cuda.synchronize()
+            held = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            run(module, args, backward)
+            row[f"{way}_peak_mib"] = (torch.cuda.max_memory_allocated() - held) / 2**20
+    for way, backward in (("forward", False), ("training", True)):
+        times: dict[str, list[float]] = {name: [] for name in blocks}
+        for _ in range(rounds):
+            for name, (module, args) in blocks.items():
+                times[name].append(milliseconds(module, args, backward))
+        for name, taken in times.items():
+            rows[name][f"{way}_ms"] = statistics.median(taken)
+            rows[name][f"{way}_ratio"] = statistics.median(taken) / statistics.median(times["raw fp16"])
+    return rows
+
+
+def run(module: nn.Module, args: tuple[Tensor, ...], backward: bool) -> Tensor:
+    hidden, text, embedded, temb = args
+    if not backward:
+        with torch.no_grad():
+            return module(hidden, text, embedded, temb)
+    hidden = hidden.detach().requires_grad_()
+    out = module(hidden, text, embedded, temb)
+    out.sum().backward()
+    return out.detach()
+
+
+def milliseconds(module: nn.Module, args: tuple[Tensor, ...], backward: bool, repeats: int = 3) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        run(module, args, backward)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / repeats
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("gpu_half needs a CUDA device; none is here, so nothing was measured.")
+        return
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    device = torch.device("cuda", torch.cuda.current_device())
+    figures: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device),
+        "torch": torch.__version__,
+        "fp32_output": products.writes_single(device),
+        "fp32_output_with_factor": products.scales_single(device),
+        "tokens": options.tokens,
+        "meaning": meaning(str(device)),
+        "costs": costs(str(device), options.tokens, options.rounds),
+    }
+    print(f"{figures['device']}, torch {figures['torch']}, fp32 output {figures['fp32_output']}")
+    for row in figures["meaning"]:
+        gradients = " ".join(f"{g:.1e}" for g in row["gradients"])
+        overflow = f"same overflow {row['same_overflow']!s:5} ({row['overflowed']})"
+        print(f"{row['case']:32} {overflow} ulps {row['ulps']} gradients {gradients}")
+    for name, row in figures["costs"].items():
+        print(f"{name:14}", "  ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Draw a picture with diffusers' own pipeline, and record what its components were asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finitune.generation.precisions import Running
+from finitune.generation.settings import Settings
+from finitune.precision.planner import Call
+from finitune.progress import Progress, Silent
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Final latents, fp32 (1, C, 1, h, w), and the picture, uint8 (H, W, 3)."""
+
+    latents: Tensor
+    pixels: Tensor
+
+
+@dataclass
+class Recording:
+    """The calls that one drawing made of each component, in order, with their outputs."""
+
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def draw(running: Running, settings: Settings, progress: Progress | None = None) -> Drawing:
+    """One picture; noise comes from a CPU generator in fp32, so that every precision starts from the same."""
+    from diffusers import ClassifierFreeGuidance
+
+    progress = progress or Silent()
+    pipe = running.pipe
+    _silence(pipe._blocks)
+    pipe.update_components(guider=ClassifierFreeGuidance(guidance_scale=settings.cfg))
+    name = f"drawing in {running.precision}"
+    calls = settings.steps * pipe.guider.num_conditions
+    progress.start(name, calls)
+    handle = running.modules["transformer"].register_forward_hook(lambda *_: progress.advance(name))
+    try:
+        state = pipe(
+            prompt=settings.prompt,
+            negative_prompt=settings.negative,
+            num_inference_steps=settings.steps,
+            width=settings.width,
+            height=settings.height,
+            generator=torch.Generator("cpu").manual_seed(settings.seed),
+            output_type="pt",
+        )
+    finally:
+        handle.remove()
+        progress.finish(name)
+    image = state.get("images")[0].float()
+    pixels = (image.nan_to_num(0.0).clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)
+    return Drawing(state.get("latents").float(), pixels)
+
+
+def _silence(block: Any) -> None:
+    """Turn off the pipeline's own progress bar, in whichever of its blocks it lies."""
+    if hasattr(block, "set_progress_bar_config"):
+        block.set_progress_bar_config(disable=True)
+    for inner in getattr(block, "sub_blocks", {}).values():
+        _silence(inner)
+
+
+@contextmanager
+def recorded(running: Running) -> Iterator[Recording]:
+    """Keep every call of the running pipeline's components while the context is open."""
+    recording = Recording()
+    with ExitStack() as stack:
+        for component, module in running.modules.items():
+            entry = module.decoder if component == "vae" else module
+            handle = entry.register_forward_hook(_keep(recording, component), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield recording
+
+
+def _keep(recording: Recording, component: str) -> Any:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        from finitune.precision.sites import tensors_in
+
+        if component != "vae":  # the decoder's own arguments hold its running caches; `decode_call` makes the VAE's
+            recording.calls.setdefault(component, []).append(Call(args, kwargs))
+        result = next(tensors_in(output))
+        recording.outputs.setdefault(component, []).append(result.detach().clone())
+
+    return hook
+
+
+def decode_call(vae: Any, latents: Tensor) -> Call:
+    """The call that the pipeline makes of the VAE for these final latents."""
+    shape = (1, -1, 1, 1, 1)
+    mean, std = (torch.tensor(v).view(shape) for v in (vae.config.latents_mean, vae.config.latents_std))
+    return Call((latents * std.to(latents) + mean.to(latents),), {"return_dict": False}, method="decode")

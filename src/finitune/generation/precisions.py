@@ -1,0 +1,93 @@
+"""The precisions a picture can be drawn in, each as a context that leaves the model's parts as it found them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from finitune.errors import UsageError, did_you_mean
+from finitune.models.anima.attention import scale_attention
+from finitune.models.anima.load import AnimaParts, pipeline
+from finitune.numerics.attention import half_attention
+from finitune.precision.apply import Applied, apply_current, apply_plan, stored_as
+from finitune.precision.guard import Guard
+from finitune.precision.plan import ComponentPlan, PrecisionPlan
+from finitune.precision.planner import tensor_core
+
+COMPONENTS = ("text_encoder", "text_conditioner", "transformer", "vae")
+Precision = Literal["planned-half", "current-half", "bf16", "fp32", "raw-half"]
+PRECISIONS: dict[str, str] = {
+    "planned-half": "fp16 by the plan: fp32 where the plan says so, power-of-two scales, guarded",
+    "current-half": "fp16 products, each scaled by its own measured power of two; everything else fp32; needs no plan",
+    "bf16": "the model in bfloat16",
+    "fp32": "the model in fp32: the reference",
+    "raw-half": "the model in fp16 as it is, without protection",
+}
+PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32, "raw-half": torch.float16}
+
+
+def check_precision(name: str) -> None:
+    """Raises UsageError for a precision that does not exist."""
+    if name not in PRECISIONS and name != "auto":
+        raise UsageError(
+            f"--precision: there is no {name!r}.{did_you_mean(name, PRECISIONS)}",
+            code="PRECISION-UNKNOWN",
+            subject="--precision",
+            remedy=f"One of: auto, {', '.join(PRECISIONS)}",
+        )
+
+
+@dataclass
+class Running:
+    """A pipeline that is in one precision right now, its modules by component, and its guard."""
+
+    precision: str
+    pipe: Any
+    modules: dict[str, nn.Module]
+    guard: Guard
+
+
+@contextmanager
+def in_precision(parts: AnimaParts, precision: str, plan: PrecisionPlan | None = None) -> Iterator[Running]:
+    """The pipeline of `parts` in `precision`; products have the tensor core's meaning on a CPU, too.
+
+    planned-half needs a `plan`; a component that it does not name runs in plain fp16.
+    """
+    guard = Guard()
+    originals = {name: getattr(parts, name) for name in COMPONENTS}
+    with ExitStack() as stack:
+        if precision in PLAIN:
+            modules = {name: stack.enter_context(stored_as(m, PLAIN[precision])) for name, m in originals.items()}
+        elif precision == "current-half":
+            modules = {name: stack.enter_context(_undone(apply_current(m))) for name, m in originals.items()}
+            for name in ("text_conditioner", "transformer"):
+                stack.enter_context(scale_attention(modules[name], _current_attention))
+        else:
+            if plan is None:
+                raise ValueError("planned-half needs a plan")
+            modules = {}
+            for name, module in originals.items():
+                component = plan.components.get(name, ComponentPlan())
+                applied = apply_plan(module, component, guard=guard if name == "transformer" else None)
+                modules[name] = stack.enter_context(_undone(applied))
+        pipe = pipeline(replace(parts, **modules))
+        if precision != "fp32":
+            stack.enter_context(tensor_core(parts.transformer))
+        yield Running(precision, pipe, modules, guard)
+
+
+def _current_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return half_attention(*args, **kwargs, current=True)
+
+
+@contextmanager
+def _undone(applied: Applied) -> Iterator[nn.Module]:
+    try:
+        yield applied.module
+    finally:
+        applied.undo()

@@ -1,0 +1,123 @@
+"""finitune demo: the whole story on the shipped model, as a page to look at.
+
+Plain fp16 makes a black picture; the operation that overflowed is named; a plan is made and proved; the same prompt is
+drawn by the plan, in fp32 and in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finitune.errors import FinituneError
+from finitune.journeys import diagnose, plan
+from finitune.journeys.model import load_model
+from finitune.report import Finding, Level, Report
+
+if TYPE_CHECKING:
+    from finitune.generation.draw import Drawing
+    from finitune.generation.settings import Settings
+    from finitune.models.anima.load import AnimaParts
+    from finitune.progress import Progress
+
+PROMPTS = ("red apple", "smiling cat face with heart-shaped eyes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """Where the page, the plan and the pictures go."""
+
+    out: Path = Path("finitune-out/demo")
+
+
+@dataclass(frozen=True)
+class Story:
+    """Everything the page shows."""
+
+    settings: Settings
+    drawings: dict[str, Drawing]
+    diagnosis: Report
+    proof: plan.Proof
+    ranges: dict[str, float]
+
+
+def run(request: Request, page: Callable[[Story, Report], str], progress: Progress | None = None) -> Report:
+    """Run the story, write the page that `page` makes of it, the plan and the pictures, and report what was shown."""
+    report = Report("demo")
+    try:
+        choice = diagnose.Request(model="pico-anima", prompt=PROMPTS[0], precision="raw-half")
+        parts = load_model(choice)
+        story = _tell(parts, choice, progress)
+        report.figures.update(story.proof.figures())
+        report.figures.update(_distances(story))
+        report.figures.update({k: v for k, v in story.diagnosis.figures.items() if k.startswith("origin_")})
+        report.findings.extend(_as_shown(story.diagnosis))
+        report.tables.extend(plan.tables(story.proof))
+        plan.judge_proof(report, story.proof, 2)
+        _write(request.out, story, report, page)
+    except FinituneError as error:
+        return report.fail(error)
+    return report
+
+
+def _tell(parts: AnimaParts, choice: diagnose.Request, progress: Progress | None) -> Story:
+    from finitune.generation.planning import draw_in
+
+    settings = choice.settings()
+    raw = draw_in(parts, "raw-half", settings, progress=progress)
+    diagnosis = diagnose.run(choice, progress)
+    pictures = plan.Request(model=choice.model, seed=choice.seed).pictures()
+    proof = plan.plan_and_prove(parts, choice.model, pictures, 2, progress)
+    drawings = {"raw-half": raw, **{name: drawn[0] for name, drawn in proof.drawings.items()}}
+    return Story(settings, drawings, diagnosis, proof, block_ranges(parts, settings))
+
+
+def block_ranges(parts: AnimaParts, settings: Settings) -> dict[str, float]:
+    """The largest magnitude that leaves each block of the denoiser over a whole fp32 run."""
+    from finitune.generation.draw import draw
+    from finitune.generation.precisions import in_precision
+    from finitune.precision.probe import probe
+
+    with in_precision(parts, "fp32") as running, probe(running.modules["transformer"]) as ranges:
+        draw(running, settings)
+    return {s: amax for s, amax in ranges.amax.items() if s in ("patch_embed", "norm_out", "proj_out") or _is_block(s)}
+
+
+def _is_block(site: str) -> bool:
+    head, _, number = site.rpartition(".")
+    return head == "transformer_blocks" and number.isdigit()
+
+
+def _distances(story: Story) -> dict[str, object]:
+    from finitune.numerics.compare import psnr_db
+
+    reference = story.drawings["fp32"].pixels.float()
+
+    def psnr(precision: str) -> float:
+        return psnr_db(story.drawings[precision].pixels.float(), reference, 255.0)
+
+    return {"psnr_vs_fp32": psnr("planned-half"), "bf16_psnr_vs_fp32": psnr("bf16")}
+
+
+def _as_shown(diagnosis: Report) -> list[Finding]:
+    """The diagnosis as notes: in the demo the black picture is the point, not a failure."""
+    return [
+        Finding(Level.NOTE, f.code, f.subject, f.message, f.evidence, f.remedy)
+        for f in diagnosis.findings
+        if f.level is Level.ERROR
+    ]
+
+
+def _write(out: Path, story: Story, report: Report, page: Callable[[Story, Report], str]) -> None:
+    from finitune.files.writer import write_bytes, write_text
+    from finitune.generation.picture import png_bytes
+
+    for name, drawing in story.drawings.items():
+        path = out / f"{name}{'.suspect' if name == 'raw-half' else ''}.png"
+        write_bytes(path, png_bytes(drawing.pixels))
+        report.artifacts[name] = str(path)
+    report.artifacts["plan"] = str(plan.write_plan(out / "pico-anima.plan.toml", story.proof.plan))
+    write_text(out / "report.html", page(story, report))
+    report.artifacts["report"] = str(out / "report.html")

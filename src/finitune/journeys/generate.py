@@ -1,0 +1,174 @@
+"""finitune generate: one picture, in a precision that holds, with a verdict on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finitune.errors import FileError, FinituneError
+from finitune.journeys.model import SHIPPED, ModelChoice, default_size, display_name, load_model, plan_for
+from finitune.report import Level, Report
+
+if TYPE_CHECKING:
+    from finitune.generation.draw import Drawing
+    from finitune.generation.settings import Settings
+    from finitune.models.anima.load import AnimaParts
+    from finitune.precision.plan import PrecisionPlan
+    from finitune.progress import Progress
+
+DEFAULT_PROMPT = "red apple"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(ModelChoice):
+    """What to draw, with what, and where to put it."""
+
+    prompt: str = DEFAULT_PROMPT
+    negative: str = ""
+    steps: int = 28
+    cfg: float = 4.0
+    seed: int = 0
+    size: str | None = None
+    out: Path | None = None
+    precision: str = "auto"
+    plan: Path | None = None
+
+    def settings(self) -> Settings:
+        """The picture's settings; raises UsageError for what cannot be drawn."""
+        from finitune.generation.settings import Settings, parse_size
+
+        width, height = parse_size(self.size or default_size(self))
+        return Settings(
+            prompt=self.prompt,
+            negative=self.negative,
+            steps=self.steps,
+            cfg=self.cfg,
+            seed=self.seed,
+            width=width,
+            height=height,
+        )
+
+
+def run(request: Request, progress: Progress | None = None) -> Report:
+    """Draw the picture, judge it, save it (as `.suspect.png` where it is bad), and report."""
+    report = Report("generate")
+    try:
+        return _run(request, report, progress)
+    except FinituneError as error:
+        return report.fail(error)
+
+
+def _run(request: Request, report: Report, progress: Progress | None) -> Report:
+    from finitune.generation.draw import draw
+    from finitune.generation.precisions import check_precision, in_precision
+    from finitune.generation.verdict import judge
+
+    settings = request.settings()
+    check_precision(request.precision)
+    parts = load_model(request)
+    report.findings.extend(parts.notes)
+    precision = choose_precision(request, report)
+    plan = None
+    if precision == "planned-half":
+        plan = plan_for(request, parts, settings, request.plan, report, progress)
+    with in_precision(parts, precision, plan) as running:
+        drawing = draw(running, settings, progress)
+        for trip in running.guard.trips:
+            report.add(
+                Level.WARNING,
+                "GUARD-TRIPPED",
+                trip.site,
+                f"{trip.operation} left the planned range; the step was run again with measured scales there",
+                remedy="Plan on more prompts: finitune plan MODEL --prompts FILE",
+                input_amax=trip.amax,
+            )
+    verdict = judge(drawing.latents, drawing.pixels, remedy=f"Find out why: {next_command(request, precision)}")
+    report.findings.extend(verdict.findings)
+    report.figures.update(precision=precision, **verdict.figures(), guard_trips=len(running.guard.trips))
+    if request.model in SHIPPED and precision == "planned-half":
+        report.figures.update(compare_with_bf16(parts, settings, drawing, progress))
+    metadata = receipt(request, precision, parts.fingerprint, plan)
+    report.artifacts["picture"] = str(_save(request.out, drawing, metadata, good=verdict.good))
+    return report
+
+
+def choose_precision(request: Request, report: Report) -> str:
+    """The precision asked for, or the one for this machine, with its reason in the report."""
+    if request.precision != "auto":
+        return request.precision
+    from finitune.device.hardware import advise, read_facts
+
+    facts = read_facts()
+    advice = advise(facts)
+    if facts.kind == "cpu":
+        chosen = "planned-half"
+        reason = "no GPU here: the plan runs with the tensor core's meaning, at the cost of fp32"
+    else:
+        chosen, reason = advice.compute, "; ".join(advice.reasons)
+    for warning in advice.warnings:
+        report.add(Level.WARNING, "DEVICE-WARNING", facts.name, warning)
+    report.add(Level.NOTE, "PRECISION-CHOSEN", facts.name, f"{chosen}: {reason}")
+    return chosen
+
+
+def compare_with_bf16(
+    parts: AnimaParts, settings: Settings, drawing: Drawing, progress: Progress | None
+) -> dict[str, object]:
+    """Distance of this picture, and of bf16's, to the one that fp32 draws."""
+    from finitune.generation.planning import draw_in
+    from finitune.numerics.compare import psnr_db, relative_l2
+
+    reference = draw_in(parts, "fp32", settings, progress=progress)
+    bf16 = draw_in(parts, "bf16", settings, progress=progress)
+    return {
+        "psnr_vs_fp32": psnr_db(drawing.pixels.float(), reference.pixels.float(), 255.0),
+        "bf16_psnr_vs_fp32": psnr_db(bf16.pixels.float(), reference.pixels.float(), 255.0),
+        "rel_l2_vs_fp32": relative_l2(drawing.latents, reference.latents),
+        "bf16_rel_l2_vs_fp32": relative_l2(bf16.latents, reference.latents),
+    }
+
+
+def next_command(request: Request, precision: str) -> str:
+    """The command to type after a bad picture."""
+    model = " ".join([request.model, *_options(request)])
+    return f'finitune diagnose {model} --prompt "{request.prompt}" --seed {request.seed} --precision {precision}'
+
+
+def _options(request: Request) -> list[str]:
+    given = (("--qwen3", request.qwen3), ("--vae", request.vae), ("--tokenizers", request.tokenizers))
+    return [f"{option} {path}" for option, path in given if path]
+
+
+def receipt(request: Request, precision: str, fingerprint: str, plan: PrecisionPlan | None) -> dict[str, object]:
+    """What a picture file says of itself: enough to draw it again."""
+    from finitune import __version__
+
+    return {
+        "prompt": request.prompt,
+        "negative": request.negative,
+        "steps": request.steps,
+        "cfg": request.cfg,
+        "seed": request.seed,
+        "size": request.size or default_size(request),
+        "model": display_name(request),
+        "fingerprint": fingerprint,
+        "precision": precision,
+        "plan": plan.dumps() if plan else None,
+        "finitune": __version__,
+    }
+
+
+def _save(out: Path | None, drawing: Drawing, metadata: dict[str, object], *, good: bool) -> Path:
+    from finitune.generation.picture import read_metadata, save_picture
+
+    out = out or Path("finitune-out") / "{model}-{precision}-{seed}.png".format(**metadata)
+    written = save_picture(out, drawing.pixels, metadata, good=good)
+    if read_metadata(written) != metadata:
+        raise FileError(
+            f"{written} does not read back as it was written",
+            code="FILE-READ-BACK",
+            subject=str(written),
+            remedy="Check the disk, and write the picture elsewhere: --out FILE",
+        )
+    return written

@@ -1,0 +1,201 @@
+"""finitune plan: the smallest fp16 plan of a checkpoint, and its certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finitune.errors import FileError, FinituneError, UsageError
+from finitune.journeys.model import ModelChoice, default_size, display_name, load_model
+from finitune.report import Level, Report, Table
+
+if TYPE_CHECKING:
+    from finitune.generation.draw import Drawing
+    from finitune.generation.settings import Settings
+    from finitune.models.anima.load import AnimaParts
+    from finitune.precision.certificate import Certificate
+    from finitune.precision.plan import PrecisionPlan
+    from finitune.progress import Progress
+
+DEFAULT_PROMPTS = ("red apple", "smiling cat face with heart-shaped eyes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(ModelChoice):
+    """What to plan, on which prompts, and where to write the plan."""
+
+    out: Path | None = None
+    headroom_bits: float = 2
+    prompts: Path | None = None
+    steps: int = 28
+    seed: int = 0
+
+    def pictures(self) -> list[Settings]:
+        """The calibration pictures: one per prompt, seeds counted up from `seed`."""
+        from finitune.generation.settings import Settings, parse_size
+
+        width, height = parse_size(default_size(self))
+        prompts = read_prompts(self.prompts) if self.prompts else DEFAULT_PROMPTS
+        return [
+            Settings(prompt=prompt, steps=self.steps, seed=self.seed + i, width=width, height=height)
+            for i, prompt in enumerate(prompts)
+        ]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A plan, its certificates by component, and the latents' distance to fp32's beside bf16's."""
+
+    plan: PrecisionPlan
+    certificates: dict[str, Certificate]
+    rel_l2: float
+    bf16_rel_l2: float
+    drawings: dict[str, list[Drawing]]
+
+    def figures(self) -> dict[str, object]:
+        """The denoiser's certificate and the whole run's errors, as named figures."""
+        certificate = self.certificates["transformer"]
+        return {
+            "rel_l2_vs_fp32": self.rel_l2,
+            "bf16_rel_l2_vs_fp32": self.bf16_rel_l2,
+            **certificate.figures(),
+            "headroom_bits_min": min(c.headroom_bits_min for c in self.certificates.values()),
+            "droppable_lines": sum(c.droppable_lines for c in self.certificates.values()),
+            "lines": sum(c.lines for c in self.certificates.values()),
+        }
+
+
+def run(request: Request, progress: Progress | None = None) -> Report:
+    """Measure, plan, prove, write the plan and read it back."""
+    report = Report("plan")
+    try:
+        if not 0 <= request.headroom_bits <= 10:
+            raise UsageError(
+                f"--headroom-bits: {request.headroom_bits} is not in 0 .. 10",
+                code="HEADROOM-OUT-OF-RANGE",
+                subject="--headroom-bits",
+                remedy="2 bits, the default, leave a factor of 4 over everything that was measured.",
+            )
+        pictures = request.pictures()
+        parts = load_model(request)
+        report.findings.extend(parts.notes)
+        proof = plan_and_prove(parts, display_name(request), pictures, request.headroom_bits, progress)
+        report.figures.update(proof.figures())
+        report.tables.extend(tables(proof))
+        judge_proof(report, proof, request.headroom_bits)
+        out = request.out or Path("finitune-out") / f"{display_name(request)}.plan.toml"
+        report.artifacts["plan"] = str(write_plan(out, proof.plan))
+    except FinituneError as error:
+        return report.fail(error)
+    return report
+
+
+def plan_and_prove(
+    parts: AnimaParts,
+    name: str,
+    pictures: Sequence[Settings],
+    headroom_bits: float,
+    progress: Progress | None = None,
+) -> Proof:
+    """The plan of all components, its certificates, and the same pictures drawn in fp32, bf16 and by the plan."""
+    from finitune.generation.planning import calibrate, certify, draw_in, plan_model
+    from finitune.numerics.compare import relative_l2
+
+    calls, reference = calibrate(parts, pictures, progress)
+    plan = plan_model(parts, name, calls, headroom_bits, progress)
+    certificates = certify(parts, plan, calls, progress)
+    drawings = {
+        "fp32": reference,
+        "bf16": [draw_in(parts, "bf16", settings, progress=progress) for settings in pictures],
+        "planned-half": [draw_in(parts, "planned-half", settings, plan, progress) for settings in pictures],
+    }
+
+    def worst(precision: str) -> float:
+        pairs = zip(drawings[precision], reference, strict=True)
+        return max(relative_l2(ours.latents, theirs.latents) for ours, theirs in pairs)
+
+    return Proof(plan, certificates, worst("planned-half"), worst("bf16"), drawings)
+
+
+def judge_proof(report: Report, proof: Proof, headroom_bits: float) -> None:
+    """Every promise of a plan that this one does not keep, as an error."""
+    remedy = "Use --precision current-half, which needs no plan, and report this model."
+    for name, certificate in proof.certificates.items():
+        if not certificate.finite:
+            report.add(Level.ERROR, "PLAN-NOT-FINITE", name, "the planned run is not finite", remedy=remedy)
+        if certificate.headroom_bits_min < headroom_bits:
+            bits = certificate.headroom_bits_min
+            message = f"only {bits:.2f} bits of headroom were left"
+            report.add(Level.ERROR, "PLAN-HEADROOM", name, message, remedy=remedy, asked=headroom_bits, left=bits)
+        if certificate.droppable_lines:
+            message = f"{certificate.droppable_lines} lines could be dropped"
+            report.add(Level.WARNING, "PLAN-NOT-MINIMAL", name, message, remedy="Report this model.")
+        if certificate.rounded_weights:
+            message = f"{certificate.rounded_weights} weights, the tiniest, are not exact in fp16"
+            report.add(Level.NOTE, "WEIGHTS-ROUNDED", name, message)
+    if not proof.rel_l2 < proof.bf16_rel_l2:
+        message = f"the plan is further from fp32 ({proof.rel_l2:.2e}) than bf16 is ({proof.bf16_rel_l2:.2e})"
+        report.add(Level.ERROR, "PLAN-WORSE-THAN-BF16", proof.plan.model, message, remedy=remedy)
+
+
+def tables(proof: Proof) -> list[Table]:
+    """The plan's lines and the certificates, for a person."""
+    lines = [
+        (component, line.site, line.out if line.kind == "product" else "island", _exponent(line.exponent), line.reason)
+        for component, plan in proof.plan.components.items()
+        for line in plan.lines
+    ]
+    certificates = [
+        (
+            name,
+            str(c.lines),
+            f"{c.headroom_bits_min:.2f}",
+            f"{c.exact_rel_l2:.1e}",
+            f"{c.step_rel_l2:.1e} / {c.bf16_step_rel_l2:.1e}",
+            f"{c.site_sqnr_db_median:.0f} / {c.bf16_site_sqnr_db_median:.0f}",
+            f"{c.half_flops_share:.2%}",
+            f"{c.bytes_over_raw_half:.3f}",
+        )
+        for name, c in proof.certificates.items()
+    ]
+    columns = ("component", "lines", "headroom", "algebra", "error / bf16's", "SQNR dB / bf16's", "fp16 FLOPs", "bytes")
+    return [
+        Table("plan", ("component", "site", "writes", "exponent", "reason"), tuple(lines)),
+        Table("certificate", columns, tuple(certificates)),
+    ]
+
+
+def write_plan(path: Path, plan: PrecisionPlan) -> Path:
+    """Write the plan and read it back; raises FileError where it does not come back as it was."""
+    from finitune.precision.plan import PrecisionPlan
+
+    plan.save(path)
+    if PrecisionPlan.load(path) != plan:
+        raise FileError(
+            f"{path} does not read back as it was written",
+            code="FILE-READ-BACK",
+            subject=str(path),
+            remedy="Check the disk, and write the plan elsewhere: --out FILE",
+        )
+    return path
+
+
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a UTF-8 text file, one per line; raises FileError where there are none."""
+    from finitune.files.sniff import read_text
+
+    prompts = [line.strip() for line in read_text(path).splitlines() if line.strip()]
+    if not prompts:
+        raise FileError(
+            f"{path}: no prompts in it",
+            code="PROMPTS-EMPTY",
+            subject=str(path),
+            remedy="One prompt per line, UTF-8.",
+        )
+    return prompts
+
+
+def _exponent(exponent: int | None) -> str:
+    return "measured" if exponent is None else str(exponent)

@@ -1,0 +1,193 @@
+"""Put a plan's modules in place of a model's own, and take them out again.
+
+The weights are stored once, in half, in the parameters that the model already has. `undo` restores the modules and
+the bits: the few weights whose rounding to half was not exact are kept aside for that, one by one, and counted.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finitune.errors import NumericsError, PlanError, did_you_mean
+from finitune.numerics.formats import exponent_for
+from finitune.precision.plan import ComponentPlan, Line
+from finitune.precision.sites import leaf_norms, product_sites, replace, tensors_in
+from finitune.precision.twins import Fp32Norm, Island, product_twin
+
+Repair = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class RootTwin:
+    """The outermost module of a planned component: it states the dtype of its border and asks the guard."""
+
+    border: torch.dtype
+    guard: Repair | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which callers hand in activations."""
+        return self.border
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if self.guard is None or all(bool(t.isfinite().all()) for t in tensors_in(output)):
+            return output
+        return self.guard(self, args, kwargs)  # type: ignore[arg-type]
+
+
+@cache
+def _root_class(original: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Half{original.__name__}", (RootTwin, original), {"__module__": original.__module__})
+
+
+@dataclass
+class Applied:
+    """A component with a plan in force: use `module`, or take everything back with `undo`."""
+
+    module: nn.Module
+    original: nn.Module
+    replaced: list[tuple[str, nn.Module]] = field(default_factory=list)
+    kept_aside: list[tuple[nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
+    stored: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
+
+    @property
+    def kept_aside_bytes(self) -> int:
+        """Bytes kept to restore the weights that half could not hold exactly: their places and their bits."""
+        return sum(t.numel() * t.element_size() for _, *kept in self.kept_aside for t in kept)
+
+    @property
+    def rounded_weights(self) -> int:
+        """How many weights half could not hold exactly."""
+        return sum(values.numel() for _, _, values in self.kept_aside)
+
+    def undo(self) -> nn.Module:
+        """Restore the original modules and the bits of every weight; returns the original root."""
+        for parameter, dtype in self.stored:
+            parameter.data = parameter.data.to(dtype)
+        for parameter, places, values in self.kept_aside:
+            parameter.data.view(-1)[places] = values
+        for site, module in reversed(self.replaced):
+            replace(self.original, site, module)
+        return self.original
+
+
+def apply_plan(
+    root: nn.Module,
+    plan: ComponentPlan,
+    arithmetic: torch.dtype = torch.float16,
+    guard: Repair | None = None,
+) -> Applied:
+    """Put `plan` in force on `root`: product twins everywhere, the plan's norms and islands, half storage.
+
+    `arithmetic` float16 is the plan itself; bfloat16 and float32 are its measuring and its algebraic form (see
+    `twins`). Raises PlanError for a line whose site the model does not have.
+    """
+    lines = {line.site: line for line in plan.lines}
+    _check_sites(root, [*lines, *plan.casts])
+    islands = tuple(line.site for line in plan.lines if line.kind == "island")
+    applied = Applied(root, root)
+    for site in islands:
+        applied.replaced.append((site, replace(root, site, Island(root.get_submodule(site)))))
+    for site, module in product_sites(root).items():
+        if not _within(site, islands):
+            default = Line(site, out="fp16", weight_exponent=weight_exponent(site, module))
+            twin = product_twin(module, lines.get(site, default), arithmetic)
+            applied.replaced.append((site, replace(root, site, twin)))
+    for site in plan.casts:
+        if not _within(site, islands):
+            applied.replaced.append((site, replace(root, site, Fp32Norm(root.get_submodule(site), arithmetic))))
+    _store(root, arithmetic, applied)
+    applied.module = _root_twin(root, arithmetic if plan.border == "fp16" else torch.float32, guard)
+    return applied
+
+
+def apply_current(root: nn.Module, *, masters: bool = False) -> Applied:
+    """The reference that needs no calibration: every product scaled by its own measured power of two, all else fp32.
+
+    Weights are stored in fp16; with `masters` they stay fp32, to be trained, and are rounded in each call.
+    """
+    applied = Applied(root, root)
+    for site, module in product_sites(root).items():
+        line = Line(site, exponent=None, weight_exponent=0 if masters else weight_exponent(site, module))
+        twin = product_twin(module, line, torch.float16)
+        applied.replaced.append((site, replace(root, site, twin)))
+    if not masters:
+        for site in leaf_norms(root):
+            applied.replaced.append((site, replace(root, site, Fp32Norm(root.get_submodule(site), torch.float32))))
+        _store(root, torch.float16, applied)
+    applied.module = _root_twin(root, torch.float32, None)
+    return applied
+
+
+@contextmanager
+def stored_as(root: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
+    """`root` with its floating parameters cast to `dtype`, and its own bits back afterwards."""
+    originals = [(p, p.data) for p in root.parameters() if p.is_floating_point()]
+    try:
+        for parameter, data in originals:
+            parameter.data = data.to(dtype)
+        yield root
+    finally:
+        for parameter, data in originals:
+            parameter.data = data
+
+
+def weight_exponent(site: str, product: nn.Module) -> int:
+    """The power of two that a weight must be divided by to fit fp16, almost always 0; raises for a non-finite one."""
+    weight: Tensor = product.weight  # type: ignore[assignment]
+    amax = float(weight.detach().abs().max())
+    if not math.isfinite(amax):
+        raise NumericsError(
+            f"{site}.weight holds a NaN or an infinity",
+            code="WEIGHT-NONFINITE",
+            subject=f"{site}.weight",
+            remedy="The file is damaged, or was saved after a run that went wrong: get it again.",
+        )
+    return exponent_for(amax, 0)
+
+
+def _root_twin(root: nn.Module, border: torch.dtype, guard: Repair | None) -> nn.Module:
+    twin = copy.copy(root)
+    twin.__class__ = _root_class(type(root))
+    twin.border, twin.guard = border, guard  # type: ignore[assignment]
+    return twin
+
+
+def _store(root: nn.Module, half: torch.dtype, applied: Applied) -> None:
+    """Round every floating parameter outside of the fp32 modules to `half`, once."""
+    exempt = {id(p) for m in root.modules() if isinstance(m, (Fp32Norm, Island)) for p in m.parameters()}
+    for parameter in dict.fromkeys(root.parameters()):
+        if id(parameter) in exempt or not parameter.is_floating_point() or parameter.dtype == half:
+            continue
+        original = parameter.data
+        parameter.data = original.to(half).contiguous()
+        applied.stored.append((parameter, original.dtype))
+        places = (parameter.data.to(original.dtype) != original).flatten().nonzero().squeeze(1)
+        if places.numel():
+            applied.kept_aside.append((parameter, places, original.flatten()[places]))
+
+
+def _check_sites(root: nn.Module, sites: Iterable[str]) -> None:
+    known = dict(root.named_modules())
+    for site in sites:
+        if site not in known:
+            raise PlanError(
+                f"the plan names {site!r}, which {type(root).__name__} does not have.{did_you_mean(site, known)}",
+                code="PLAN-UNKNOWN-SITE",
+                subject=site,
+                evidence={"modules": len(known)},
+                remedy="Make a plan for this model: finitune plan MODEL --out FILE",
+            )
+
+
+def _within(site: str, islands: tuple[str, ...]) -> bool:
+    return any(site == island or site.startswith(island + ".") for island in islands)

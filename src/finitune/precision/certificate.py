@@ -1,0 +1,179 @@
+"""The proof of a plan: what it was checked against, and the numbers, beside those of bf16.
+
+(a) the transformed model in fp32 equals the original; (b) finite on every calibration call, with the least headroom;
+(c) signal to noise at each product against fp32, fed with the same inputs; (d) the whole output against fp32;
+(e) share of matrix FLOPs on half operands, and bytes moved against plain fp16; (f) each line is needed.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finitune.numerics.compare import relative_l2, sqnr_db
+from finitune.numerics.formats import headroom_bits
+from finitune.precision.apply import apply_plan, stored_as
+from finitune.precision.plan import ComponentPlan, Line
+from finitune.precision.planner import Call, held_amax, is_needed, record, tensor_core
+from finitune.precision.sites import product_sites, tensors_in
+from finitune.precision.tape import Tape
+from finitune.precision.twins import product_twin
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was proved of one component's plan; errors are relative L2, worst call, against fp32."""
+
+    calls: int
+    lines: int
+    casts: int
+    exact_rel_l2: float
+    finite: bool
+    headroom_bits_min: float
+    site_sqnr_db_median: float
+    site_sqnr_db_min: float
+    bf16_site_sqnr_db_median: float
+    bf16_site_sqnr_db_min: float
+    step_rel_l2: float
+    bf16_step_rel_l2: float
+    half_flops_share: float
+    bytes_over_raw_half: float
+    droppable_lines: int
+    rounded_weights: int
+
+    def figures(self) -> dict[str, object]:
+        """The certificate as named figures."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def outputs(module: nn.Module, calls: Sequence[Call]) -> list[Tensor]:
+    """The first output tensor of each call, in fp32."""
+    with tensor_core(module):
+        return [next(tensors_in(call.run(module))).float() for call in calls]
+
+
+def prove(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call], asked_bits: float) -> Certificate:
+    """Check `plan` on `calls`; `root` is the component as loaded, and is left as it was."""
+    with stored_as(root, torch.float32):
+        reference = outputs(root, calls)
+        sites = site_errors(root, plan, calls[:: max(1, len(calls) // 4)])
+    exact = apply_plan(root, plan, torch.float32)
+    algebra = _worst(outputs(exact.module, calls), reference)
+    exact.undo()
+    with stored_as(root, torch.bfloat16):
+        bf16 = _worst(outputs(root, in_dtype(calls, torch.bfloat16)), reference)
+    applied = apply_plan(root, plan)
+    ours = outputs(applied.module, calls)
+    tape = record(applied.module, calls).tape()
+    rounded = applied.rounded_weights
+    applied.undo()
+    raw = _raw_half_bytes(root, calls[:1])
+    one = _bytes_of(root, plan, calls[:1])
+    droppable = [line for line in plan.lines if not is_needed(root, plan, line, calls, asked_bits)]
+    ours_db, bf16_db = zip(*sites.values(), strict=True)
+    return Certificate(
+        calls=len(calls),
+        lines=len(plan.lines),
+        casts=len(plan.casts),
+        exact_rel_l2=algebra,
+        finite=all(bool(t.isfinite().all()) for t in ours) and not tape.nonfinite(),
+        headroom_bits_min=least_headroom(plan, tape),
+        site_sqnr_db_median=statistics.median(ours_db),
+        site_sqnr_db_min=min(ours_db),
+        bf16_site_sqnr_db_median=statistics.median(bf16_db),
+        bf16_site_sqnr_db_min=min(bf16_db),
+        step_rel_l2=_worst(ours, reference),
+        bf16_step_rel_l2=bf16,
+        half_flops_share=tape.half_flops / max(1, tape.flops),
+        bytes_over_raw_half=one / raw,
+        droppable_lines=len(droppable),
+        rounded_weights=rounded,
+    )
+
+
+def least_headroom(plan: ComponentPlan, tape: Tape) -> float:
+    """Bits between the largest magnitude that fp16 had to hold anywhere and 65504; -inf if one was not finite."""
+    lines = {line.site: line for line in plan.lines}
+    meant = tape.meant()
+    rows = [row for number, row in enumerate(tape.rows) if number not in meant]
+    held = [held_amax(row, lines.get(row.site), torch.float16) for row in rows]
+    if not all(math.isfinite(value) for value in held):
+        return -math.inf
+    return headroom_bits(max(held, default=0.0))
+
+
+@torch.no_grad()
+def site_errors(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call]) -> dict[str, tuple[float, float]]:
+    """Per product site: signal to noise in dB of its planned product and of bf16's, fed with the same fp32 inputs.
+
+    The least over `calls`; `root` computes in fp32.
+    """
+    lines = {line.site: line for line in plan.lines}
+    worst: dict[str, tuple[float, float]] = {}
+
+    def hook(site: str, line: Line) -> Any:
+        def compare(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
+            islanded = any(site.startswith(other.site) for other in plan.lines if other.kind == "island")
+            ours = y if islanded else _at(module, line, torch.float16, args)
+            bf16 = _at(module, Line(site, out="fp16"), torch.bfloat16, args)
+            pair = (sqnr_db(ours.float(), y), sqnr_db(bf16.float(), y))
+            old = worst.get(site, pair)
+            worst[site] = (min(old[0], pair[0]), min(old[1], pair[1]))
+
+        return compare
+
+    handles = [
+        module.register_forward_hook(hook(site, lines.get(site, Line(site, out="fp16"))))
+        for site, module in product_sites(root).items()
+    ]
+    try:
+        for call in calls:
+            call.run(root)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return worst
+
+
+def _at(module: nn.Module, line: Line, arithmetic: torch.dtype, args: tuple[Any, ...]) -> Tensor:
+    """One product on the given inputs, in the line's precision."""
+    twin = product_twin(module, line, arithmetic)
+    twin._forward_hooks = OrderedDict()  # the copy shares those of the original, this comparison among them
+    for name, parameter in twin.named_parameters(recurse=False):
+        setattr(twin, name, nn.Parameter(parameter.data.to(arithmetic), requires_grad=False))
+    return twin(*args)
+
+
+def in_dtype(calls: Sequence[Call], dtype: torch.dtype) -> list[Call]:
+    """The calls with floating inputs in `dtype`, as a pipeline hands them to a model of that dtype."""
+    from torch.utils._pytree import tree_map
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return [replace(call, args=tree_map(cast, call.args), kwargs=tree_map(cast, call.kwargs)) for call in calls]
+
+
+def _raw_half_bytes(root: nn.Module, calls: Sequence[Call]) -> int:
+    with stored_as(root, torch.float16):
+        return record(root, in_dtype(calls, torch.float16)).tape().bytes_moved
+
+
+def _bytes_of(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call]) -> int:
+    applied = apply_plan(root, plan)
+    try:
+        return record(applied.module, calls).tape().bytes_moved
+    finally:
+        applied.undo()
+
+
+def _worst(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    return max(relative_l2(a, b) for a, b in zip(ours, reference, strict=True))

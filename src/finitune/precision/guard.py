@@ -1,0 +1,81 @@
+"""When a planned run trips all the same: run the step again with measured scales where it tripped, and say so.
+
+A plan is measured on some prompts; another prompt may exceed a constant. The guard sees it in the one finite flag of
+the final output, finds the operation, lets the product behind it measure its own scale in each call from then on
+(current scaling, fp32 result), and repeats the step from the same latents. A black picture is never handed over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from finitune.precision.plan import ComponentPlan, Line
+from finitune.precision.planner import Call, record, source_of
+from finitune.precision.probe import is_finite
+from finitune.precision.sites import product_sites
+from finitune.precision.tape import Row
+from finitune.precision.twins import HalfProduct
+
+MAX_REPAIRS = 64
+
+
+@dataclass(frozen=True)
+class Trip:
+    """One event: the operation that was not finite, and the site that measures its own scale from now on."""
+
+    operation: str
+    site: str
+    amax: float
+
+
+@dataclass
+class Guard:
+    """Repairs a planned component in place when its output is not finite; `trips` tells what was done."""
+
+    trips: list[Trip] = field(default_factory=list)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call again until it is finite, with one more measured site each time.
+
+        Where nothing can be repaired (a non-finite input, a model that refuses the fp32 result) the non-finite output
+        is returned, for the verdict to report.
+        """
+        call = Call(args, kwargs)
+        guard, module.guard = module.guard, None  # type: ignore[assignment]
+        try:
+            output = module(*args, **kwargs)
+            for _ in range(MAX_REPAIRS):
+                if is_finite(output) or not is_finite((args, kwargs)) or not self._repair_one(module, call):
+                    break
+                output = module(*args, **kwargs)
+            return output
+        finally:
+            module.guard = guard  # type: ignore[assignment]
+
+    def amended(self, plan: ComponentPlan) -> ComponentPlan:
+        """`plan` with the tripped sites measuring their own scale."""
+        for trip in self.trips:
+            reason = f"tripped: {trip.operation} was not finite on a planned constant"
+            plan = plan.with_line(Line(trip.site, exponent=None, reason=reason, output_amax=trip.amax))
+        return plan
+
+    def _repair_one(self, module: nn.Module, call: Call) -> bool:
+        tape = record(module, [call]).tape()
+        bad = tape.nonfinite()
+        if not bad:
+            return False
+        row = bad[0]
+        source = row if row.is_product else source_of(tape, row, torch.float16)
+        return source is not None and self._measure_in_each_call(module, source, row)
+
+    def _measure_in_each_call(self, module: nn.Module, source: Row, row: Row) -> bool:
+        twin = product_sites(module)[source.site]
+        if not isinstance(twin, HalfProduct) or twin.exponent is None:
+            return False
+        twin.exponent, twin.out = None, "fp32"
+        self.trips.append(Trip(row.name, source.site, row.input_amax))
+        return True

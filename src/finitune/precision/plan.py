@@ -1,0 +1,170 @@
+"""The precision plan: what deviates from plain fp16, where, why, and on what evidence. A text file that diffs well.
+
+A plan without lines is plain fp16. A line names a product whose result fp16 cannot hold (or a module that must
+compute in fp32), the power of two its input is divided by, the reason, and the range that was measured. What follows
+from the lines needs none: where one operand is fp32, promotion keeps the sum fp32 (the residual stream); `casts` lists
+the norms that read such a stream and hand on fp16, once, for all products behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from finitune.errors import PlanError
+
+PLAN_FORMAT = 1
+Kind = Literal["product", "island"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One deviation from plain fp16.
+
+    product: operands stay fp16, the input is divided by 2**exponent (None: by a power of two measured in each call),
+    the stored weight by 2**weight_exponent, and the result is written in `out`. island: the whole module computes
+    in fp32.
+    """
+
+    site: str
+    kind: Kind = "product"
+    out: Literal["fp16", "fp32"] = "fp32"
+    exponent: int | None = 0
+    weight_exponent: int = 0
+    reason: str = ""
+    input_amax: float = 0.0
+    output_amax: float = 0.0
+
+
+@dataclass(frozen=True)
+class ComponentPlan:
+    """The plan of one component: its lines, the norms that return to fp16, and the dtype of its border."""
+
+    lines: tuple[Line, ...] = ()
+    casts: tuple[str, ...] = ()
+    border: Literal["fp16", "fp32"] = "fp16"
+
+    def without(self, line: Line) -> ComponentPlan:
+        """The same plan with one line dropped."""
+        return replace(self, lines=tuple(kept for kept in self.lines if kept != line))
+
+    def with_line(self, line: Line) -> ComponentPlan:
+        """The same plan with `line` added, in place of an earlier line of its site."""
+        kept = tuple(other for other in self.lines if other.site != line.site)
+        return replace(self, lines=(*kept, line))
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """A checkpoint's plan: per component, with the fingerprint that it belongs to and what it was measured on."""
+
+    model: str
+    fingerprint: str
+    headroom_bits: float
+    calibration: str = ""
+    components: dict[str, ComponentPlan] = field(default_factory=dict)
+
+    def check_fingerprint(self, fingerprint: str, subject: str) -> None:
+        """Refuse to serve another checkpoint; raises PlanError."""
+        if fingerprint != self.fingerprint:
+            raise PlanError(
+                f"{subject}: this plan was made for another checkpoint",
+                code="PLAN-OTHER-CHECKPOINT",
+                subject=subject,
+                evidence={"plan": self.fingerprint, "checkpoint": fingerprint},
+                remedy="Make one for this checkpoint: finitune plan MODEL --out FILE",
+            )
+
+    def dumps(self) -> str:
+        """The plan as TOML text; equal plans give equal text."""
+        import tomlkit
+
+        document = tomlkit.document()
+        document.add(tomlkit.comment("finitune precision plan: every deviation from plain fp16, with its reason."))
+        document.update(
+            {
+                "format": PLAN_FORMAT,
+                "model": self.model,
+                "fingerprint": self.fingerprint,
+                "headroom_bits": self.headroom_bits,
+                "calibration": self.calibration,
+            }
+        )
+        for name, component in self.components.items():
+            table = tomlkit.table()
+            table.update({"border": component.border, "casts": _listed(component.casts)})
+            lines = tomlkit.aot()
+            for line in component.lines:
+                lines.append(tomlkit.item(_as_dict(line)))
+            if component.lines:
+                table.append("line", lines)
+            document.append(name, table)
+        return tomlkit.dumps(document)
+
+    def save(self, path: Path) -> None:
+        """Write the plan's text, whole or not at all."""
+        from finitune.files.writer import write_text
+
+        write_text(path, self.dumps())
+
+    @classmethod
+    def loads(cls, text: str, subject: str = "plan") -> PrecisionPlan:
+        """Read a plan's text; raises PlanError where it is not one."""
+        import tomlkit
+        from tomlkit.exceptions import TOMLKitError
+
+        try:
+            data = tomlkit.parse(text).unwrap()
+            if data["format"] != PLAN_FORMAT:
+                raise _unreadable(subject, f"format {data['format']} is not {PLAN_FORMAT}")
+            components = {name: _component(table) for name, table in data.items() if isinstance(table, dict)}
+            keys = ("model", "fingerprint", "headroom_bits", "calibration")
+            return cls(**{key: data[key] for key in keys}, components=components)
+        except (TOMLKitError, KeyError, TypeError, ValueError) as error:
+            raise _unreadable(subject, f"{type(error).__name__}: {error}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> PrecisionPlan:
+        """Read a plan file; raises PlanError where it is missing or not a plan."""
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(str(path), f"{type(error).__name__}: {error}") from error
+        return cls.loads(text, str(path))
+
+
+def _as_dict(line: Line) -> dict[str, Any]:
+    data: dict[str, Any] = {"site": line.site, "kind": line.kind, "out": line.out}
+    data["exponent"] = "current" if line.exponent is None else line.exponent
+    if line.weight_exponent:
+        data["weight_exponent"] = line.weight_exponent
+    data.update(reason=line.reason, input_amax=line.input_amax, output_amax=line.output_amax)
+    return data
+
+
+def _component(table: dict[str, Any]) -> ComponentPlan:
+    lines = [
+        Line(**{**line, "exponent": None if line["exponent"] == "current" else line["exponent"]})
+        for line in table.get("line", [])
+    ]
+    return ComponentPlan(tuple(lines), tuple(table["casts"]), table["border"])
+
+
+def _listed(items: Iterable[str]) -> Any:
+    import tomlkit
+
+    array = tomlkit.array()
+    array.extend(items)
+    return array.multiline(bool(array))
+
+
+def _unreadable(subject: str, why: str) -> PlanError:
+    return PlanError(
+        f"{subject}: not a precision plan that this version can read ({why})",
+        code="PLAN-UNREADABLE",
+        subject=subject,
+        evidence={"why": why},
+        remedy="Make a new one: finitune plan MODEL --out FILE",
+    )

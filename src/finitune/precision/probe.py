@@ -1,0 +1,139 @@
+"""Ranges at every module border of a running model: one fused reduction each, read back once per forward.
+
+L0 is one finite flag of the final output (`is_finite`). L1 is `probe`: the largest magnitude that leaves each module,
+non-finite values staying visible, written into one preallocated device buffer. L2, the replay of the first bad
+module operation by operation, is in `origin`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finitune.errors import FileError
+from finitune.numerics.formats import HALF, SINGLE, headroom_bits
+from finitune.numerics.stats import amax_into
+from finitune.precision.sites import ModulePath, tensors_in
+
+MAX_FP32 = SINGLE.max
+
+
+def is_finite(output: Any) -> bool:
+    """L0: True where every floating tensor of `output` is finite."""
+    return all(bool(t.isfinite().all()) for t in tensors_in(output) if t.is_floating_point())
+
+
+@dataclass
+class Ranges:
+    """The largest magnitude seen at each site, over all forwards; `forwards` keeps one row per forward.
+
+    A NaN or an infinity in a site's output makes its range NaN or infinite.
+    """
+
+    sites: list[str] = field(default_factory=list)
+    forwards: list[list[float]] = field(default_factory=list)
+    checkpoint: str = ""
+
+    @property
+    def amax(self) -> dict[str, float]:
+        """Site -> largest magnitude over all forwards."""
+        if not self.forwards:
+            return {}
+        peaks = torch.tensor(self.forwards).amax(0)
+        return dict(zip(self.sites, peaks.tolist(), strict=True))
+
+    @property
+    def headroom_bits(self) -> dict[str, float]:
+        """Site -> log2(65504 / amax); negative where fp16 cannot hold it."""
+        return {site: headroom_bits(amax) if amax <= MAX_FP32 else -math.inf for site, amax in self.amax.items()}
+
+    def first_nonfinite(self) -> tuple[int, str] | None:
+        """The first forward, and the first site in it (in order of completion), with a non-finite output."""
+        for number, row in enumerate(self.forwards):
+            for site, amax in zip(self.sites, row, strict=True):
+                if not amax <= MAX_FP32:
+                    return number, site
+        return None
+
+    def over_half(self) -> dict[str, float]:
+        """The sites whose output fp16 could not hold, with their range."""
+        return {site: amax for site, amax in self.amax.items() if not amax <= HALF.max}
+
+    def merge(self, other: Ranges) -> Ranges:
+        """Both measurements of one checkpoint as one: the larger range of each site."""
+        if self.checkpoint != other.checkpoint:
+            raise FileError(
+                "ranges of two checkpoints cannot be merged",
+                code="RANGES-OTHER-CHECKPOINT",
+                evidence={"this": self.checkpoint, "other": other.checkpoint},
+                remedy="Measure the same checkpoint twice, or keep the files apart.",
+            )
+        mine, theirs = self.amax, other.amax
+        sites = list(dict.fromkeys([*mine, *theirs]))
+        peaks = [max(mine.get(site, 0.0), theirs.get(site, 0.0)) for site in sites]
+        return Ranges(sites, [peaks], self.checkpoint)
+
+    def save(self, path: Path) -> None:
+        """Write the ranges file (JSON), whole or not at all."""
+        from finitune.files.writer import write_text
+
+        data = {"format": 1, "checkpoint": self.checkpoint, "torch": torch.__version__, "amax": self.amax}
+        write_text(path, json.dumps(data, indent=1))
+
+    @classmethod
+    def load(cls, path: Path) -> Ranges:
+        """Read a ranges file; raises FileError where it is not one."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            amax: Mapping[str, float] = data["amax"]
+            return cls(list(amax), [[float(value) for value in amax.values()]], str(data["checkpoint"]))
+        except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FileError(
+                f"{path}: not a ranges file ({type(error).__name__}: {error})",
+                code="RANGES-UNREADABLE",
+                subject=str(path),
+                remedy="Measure again: with finitune.probe(module) as ranges: ...; ranges.save(path)",
+            ) from error
+
+
+@contextmanager
+def probe(root: nn.Module, checkpoint: str = "") -> Iterator[Ranges]:
+    """L1: measure the range of every module's output while the context is open.
+
+    >>> import torch
+    >>> from finitune import probe
+    >>> with probe(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())) as ranges:
+    ...     pass
+    >>> ranges.amax
+    {}
+    """
+    ranges = Ranges(checkpoint=checkpoint)
+    device = next((p.device for p in root.parameters()), torch.device("cpu"))
+    buffer = torch.zeros(sum(1 for _ in root.modules()), device=device)
+    slots: dict[str, Tensor] = {}
+    snapshots: list[Tensor] = []
+
+    def leave(site: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        slot = slots.get(site)
+        if slot is None:
+            slot = slots[site] = buffer[len(slots)]
+        for tensor in tensors_in(output):
+            if tensor.is_floating_point() and tensor.numel():
+                amax_into(slot, tensor.detach())
+        if path.depth == 1:
+            snapshots.append(buffer.clone())
+            buffer.zero_()
+
+    path = ModulePath(root, on_leave=leave)
+    with path:
+        yield ranges
+    ranges.sites = [site or "(root)" for site in slots]
+    ranges.forwards = [snapshot[: len(slots)].tolist() for snapshot in snapshots]

@@ -1,0 +1,201 @@
+"""One run of a model as a list of operations, each with its place, dtype, range, operands, FLOPs and bytes.
+
+The tape is what planner, certificate and diagnosis read. It sees operations, not only modules: a residual add is an
+operation that no hook can see. A product site is one row, whatever happens inside it. Ranges go to one preallocated
+device buffer, one fused reduction each; nothing is read back before the run ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
+
+from finitune.numerics.stats import amax_into
+from finitune.precision.sites import ModulePath, is_leaf_norm, is_product, tensors_in
+from finitune.precision.twins import Fp32Norm
+
+#: Operations whose infinities are meant: they write constants (attention masks above all).
+CONSTANT_OPS = frozenset(
+    {"full", "full_like", "fill_", "masked_fill", "masked_fill_", "where", "scalar_tensor", "zeros"}
+)
+
+
+@dataclass
+class Row:
+    """One operation of the run; `operands` are the rows (by number) that made its inputs."""
+
+    site: str
+    op: str
+    occurrence: int
+    dtype: torch.dtype
+    operands: tuple[int, ...] = ()
+    is_product: bool = False
+    ends_norm: bool = False
+    half_operands: bool = False
+    flops: int = 0
+    bytes_moved: int = 0
+    input_amax: float = 0.0
+    amax: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """site:op, with the occurrence where the same operation comes more than once."""
+        return f"{self.site or '(root)'}:{self.op}" + (f"#{self.occurrence + 1}" if self.occurrence else "")
+
+
+@dataclass
+class Tape:
+    """The rows of one or more runs of the same model, ranges merged by maximum."""
+
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def flops(self) -> int:
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def half_flops(self) -> int:
+        """FLOPs of products whose operands were half."""
+        return sum(row.flops for row in self.rows if row.half_operands)
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes read and written by all operations, each counted as one kernel."""
+        return sum(row.bytes_moved for row in self.rows)
+
+    def meant(self) -> set[int]:
+        """Numbers of the rows whose infinity was written on purpose (an attention mask), or comes from such a row."""
+        meant: set[int] = set()
+        for number, row in enumerate(self.rows):
+            written = row.op in CONSTANT_OPS or any(operand in meant for operand in row.operands)
+            if row.amax == math.inf and written:
+                meant.add(number)
+        return meant
+
+    def nonfinite(self) -> list[Row]:
+        """Rows that held a NaN, or an infinity that nobody wrote there on purpose, in order."""
+        meant = self.meant()
+        return [row for n, row in enumerate(self.rows) if not math.isfinite(row.amax) and n not in meant]
+
+
+class Recorder(TorchDispatchMode):
+    """Record every operation of `root` while the context is open; `tape()` afterwards gives the rows.
+
+    Several forwards merge: the same operation at the same place of a forward is the same row.
+    """
+
+    def __init__(self, root: nn.Module, half: torch.dtype = torch.float16, capacity: int = 1 << 15):
+        super().__init__()
+        self._half = half
+        self._rows: list[Row] = []
+        self._numbers: dict[tuple[str, str, int], int] = {}
+        self._occurrences: dict[tuple[str, str], int] = {}
+        self._made_by = WeakIdKeyDictionary()
+        self._path = ModulePath(root, self._enter, self._leave)
+        self._inside_product = 0
+        self.norm_inputs: dict[str, torch.dtype] = {}
+        device = next((p.device for p in root.parameters()), torch.device("cpu"))
+        self._slots = torch.zeros(capacity, 2, device=device)
+
+    def __enter__(self) -> Recorder:
+        self._path.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._path.__exit__()
+
+    def tape(self) -> Tape:
+        """The rows so far, with their ranges read back from the device."""
+        for row, (input_amax, amax) in zip(self._rows, self._slots.tolist(), strict=False):
+            row.input_amax, row.amax = input_amax, amax
+        return Tape(self._rows)
+
+    def _enter(self, site: str, module: nn.Module, _inputs: Any) -> None:
+        if self._path.depth == 1:
+            self._occurrences.clear()
+        if is_product(module):
+            self._inside_product += 1
+
+    def _leave(self, site: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if is_product(module):
+            self._inside_product -= 1
+            if not self._inside_product and isinstance(output, Tensor):
+                self._record_site(site, module, next(tensors_in(inputs)), output)
+        elif isinstance(module, Fp32Norm) or is_leaf_norm(module):
+            if isinstance(module, Fp32Norm):
+                self.norm_inputs.setdefault(site, next(tensors_in(inputs)).dtype)
+            if isinstance(output, Tensor) and output in self._made_by:
+                self._rows[self._made_by[output]].ends_norm = True
+
+    def _record_site(self, site: str, module: nn.Module, x: Tensor, y: Tensor) -> None:
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        op = "linear" if isinstance(module, nn.Linear) else "convolution"
+        number = self._row(site, op, y.dtype, [x])
+        row = self._rows[number]
+        row.is_product = True
+        row.half_operands = weight.dtype == self._half
+        row.flops = 2 * y.numel() * weight[0].numel()
+        casts = x.numel() * (x.element_size() + 2) if row.half_operands and x.dtype != self._half else 0
+        row.bytes_moved = casts + _bytes(weight) + _bytes(y) + x.numel() * weight.element_size()
+        amax_into(self._slots[number, 0], x)
+        amax_into(self._slots[number, 1], y)
+        self._made_by[y] = number
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result: Any = func(*args, **(kwargs or {}))
+        if self._inside_product:
+            return result
+        inputs = [t for t in tensors_in(args) if t.is_floating_point()]
+        if func.is_view:
+            if inputs and inputs[0] in self._made_by:
+                for view in tensors_in(result):
+                    self._made_by[view] = self._made_by[inputs[0]]
+            return result
+        for output in tensors_in(result):
+            if output.is_floating_point() and output.numel():
+                self._record_op(func, inputs, output, args, kwargs or {}, result)
+            break
+        return result
+
+    def _record_op(self, func: Any, inputs: list[Tensor], output: Tensor, *call: Any) -> None:
+        number = self._row(self._path.here, func.overloadpacket.__name__, output.dtype, inputs)
+        row = self._rows[number]
+        formula: Callable[..., int] | None = flop_registry.get(func.overloadpacket)
+        if formula is not None and not row.flops:
+            args, kwargs, result = call
+            row.flops = int(formula(*args, **kwargs, out_val=result))
+            row.half_operands = all(t.dtype == self._half for t in inputs)
+        row.bytes_moved = _bytes(output) + sum(_bytes(t) for t in inputs)
+        amax_into(self._slots[number, 1], output)
+        self._made_by[output] = number
+
+    def _row(self, site: str, op: str, dtype: torch.dtype, inputs: Sequence[Tensor]) -> int:
+        occurrence = self._occurrences.get((site, op), 0)
+        self._occurrences[site, op] = occurrence + 1
+        number = self._numbers.setdefault((site, op, occurrence), len(self._rows))
+        if number == len(self._rows):
+            operands = tuple(self._made_by[t] for t in inputs if t in self._made_by)
+            self._rows.append(Row(site, op, occurrence, dtype, operands))
+            if number >= len(self._slots):
+                self._slots = torch.cat([self._slots, torch.zeros_like(self._slots)])
+        return number
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,34 @@
+"""How far a long verb is: the protocol that journeys speak, and its silent form."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Told by a journey, shown by whoever listens; stages are known by name."""
+
+    def start(self, name: str, total: int | None) -> None:
+        """Stage `name` begins; `total` counts its steps, None where it is not known."""
+        ...
+
+    def advance(self, name: str, count: int = 1) -> None:
+        """`count` more steps of stage `name` are done."""
+        ...
+
+    def finish(self, name: str) -> None:
+        """Stage `name` is over, however many steps it took."""
+        ...
+
+
+class Silent:
+    """The progress that nobody watches."""
+
+    def start(self, name: str, total: int | None) -> None:
+        """Say nothing."""
+
+    def advance(self, name: str, count: int = 1) -> None:
+        """Say nothing."""
+
+    def finish(self, name: str) -> None:
+        """Say nothing."""

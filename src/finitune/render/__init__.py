@@ -1,0 +1,75 @@
+"""What every rendering of a report shares: its verdict, the order of its findings, the spelling of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from html import escape
+
+from finitune.report import Finding, Level, Report
+
+GROUPED_FROM = 10_000  # below this a number reads well without gaps
+PLAIN_BELOW = 10_000_000  # from here on a float is shorter with its exponent
+
+
+def verdict(report: Report) -> tuple[str, str]:
+    """One word for the outcome, and the sentence behind it."""
+    counted = [_counted(sum(f.level is level for f in report.findings), level.value) for level in Level]
+    found = ", ".join(part for part in counted if part) or "nothing to report"
+    if report.ok:
+        return "OK", f"{report.verb}: {found}"
+    return ("FAILED" if report.exit_code == 1 else "REFUSED"), f"{report.verb}: {found}"
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Errors first, then warnings, then notes; within a level as they were found."""
+    levels = list(Level)
+    return sorted(findings, key=lambda finding: levels.index(finding.level))
+
+
+def spelled(value: object) -> str:
+    """`value` as a person reads it.
+
+    >>> spelled(81920.0), spelled(0.0130001), spelled(28), spelled(True), spelled([1, 2]), spelled(None)
+    ('81 920', '0.013', '28', 'yes', '1, 2', '-')
+    """
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", " ") if abs(value) >= GROUPED_FROM else str(value)
+    if isinstance(value, float):
+        return spelled(round(value)) if GROUPED_FROM <= abs(value) < PLAIN_BELOW else f"{value:.4g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{spelled(key)} {spelled(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return ", ".join(spelled(item) for item in value) or "-"
+    return printable(str(value))
+
+
+def printable(text: str) -> str:
+    r"""`text` without control characters: names come out of files, and must not steer a terminal.
+
+    >>> printable("block\x1b[31m")
+    'block\\x1b[31m'
+    """
+    return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
+
+
+def name_of(key: str) -> str:
+    """A figure's key as words: 'share_fp16' reads 'share fp16'."""
+    return printable(key.replace("_", " "))
+
+
+def numbers(evidence: Mapping[str, object]) -> str:
+    """The evidence of a finding on one line."""
+    return ", ".join(f"{name_of(key)} {spelled(value)}" for key, value in evidence.items())
+
+
+def escaped(text: str) -> str:
+    """`text` as HTML and SVG can hold it, in an element or a quoted attribute."""
+    return escape(printable(text))
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}" if count else ""

@@ -1,0 +1,146 @@
+"""One self-contained HTML page: text, tables, charts and pictures in one file that can be mailed.
+
+No script and no outside resource; the page's own content policy forbids both. Everything that comes in is escaped,
+charts excepted, which are our own SVG.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from finitune.render import escaped, in_order, name_of, numbers, spelled
+from finitune.report import Finding, Table
+
+CSS = """
+:root { color-scheme: light dark; --ink: #1c2024; --dim: #667; --paper: #fff; --line: #dde; --sheet: #f6f7f9;
+  --error: #c62a2f; --warning: #8f5a00; --note: #205ea8; --good: #18794e; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --dim: #99a; --paper: #16181b; --line: #333840;
+  --sheet: #1f2226; --error: #ff7b80; --warning: #f0b34b; --note: #7ab6ff; --good: #5bc998; } }
+* { box-sizing: border-box; }
+body { max-width: 60rem; margin: 3rem auto; padding: 0 1.25rem; background: var(--paper); color: var(--ink);
+  font: 16px/1.55 system-ui, sans-serif; }
+h1 { font-size: 1.9rem; line-height: 1.2; } h2 { margin-top: 2.5rem; font-size: 1.25rem; }
+p { max-width: 42rem; white-space: pre-line; }
+figure { margin: 0; width: 192px; } figcaption { font-size: .85rem; color: var(--dim); overflow-wrap: anywhere; }
+figcaption b { display: block; } .good { color: var(--good); } .bad { color: var(--error); }
+.row { display: flex; flex-wrap: wrap; gap: 1.25rem; margin: 1.5rem 0; }
+.row img { display: block; width: 192px; height: auto; image-rendering: pixelated; border-radius: 4px;
+  background: var(--sheet); }
+.wide { overflow-x: auto; margin: 1.5rem 0; } .wide svg { width: 100%; min-width: 36rem; height: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+caption { text-align: left; font-weight: 600; padding-bottom: .4rem; }
+th, td { text-align: left; vertical-align: top; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line); }
+th { color: var(--dim); font-weight: 500; }
+pre { overflow-x: auto; padding: 1rem; background: var(--sheet); border-radius: 6px; font-size: .85rem; }
+.finding { margin: 1rem 0; padding-left: 1rem; border-left: 3px solid var(--dim); overflow-wrap: anywhere; }
+.finding p { margin: .2rem 0; } .finding small { color: var(--dim); }
+.error { border-color: var(--error); } .error b { color: var(--error); }
+.warning { border-color: var(--warning); } .warning b { color: var(--warning); }
+.note { border-color: var(--note); } .note b { color: var(--note); }
+"""
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+
+
+class Picture(NamedTuple):
+    """A PNG with what it shows and what was found of it."""
+
+    caption: str
+    png: bytes
+    verdict: str
+    good: bool | None = None
+
+
+class Page:
+    """A page made from top to bottom; each method adds one section and returns the page."""
+
+    def __init__(self, title: str):
+        self._title = title
+        self._sections = [f"<h1>{escaped(title)}</h1>"]
+
+    def heading(self, text: str) -> Page:
+        """Add a heading."""
+        return self._add(f"<h2>{escaped(text)}</h2>")
+
+    def prose(self, text: str) -> Page:
+        """Add paragraphs; a blank line parts them."""
+        return self._add("".join(f"<p>{escaped(part.strip())}</p>" for part in text.split("\n\n") if part.strip()))
+
+    def code(self, text: str) -> Page:
+        """Add text as it stands."""
+        return self._add(f"<pre><code>{escaped(text)}</code></pre>")
+
+    def chart(self, svg: str) -> Page:
+        """Add an SVG of our own; raises ValueError for anything else, since it is not escaped."""
+        if not svg.startswith("<svg") or "<script" in svg.lower():
+            raise ValueError("a chart is an <svg> element without script")
+        return self._add(f'<div class="wide">{svg}</div>')
+
+    def picture_row(self, pictures: Iterable[tuple[str, bytes, str] | Picture]) -> Page:
+        """Add PNG pictures side by side, each pixel shown as a square, with caption and verdict."""
+        figures = (_figure(item if isinstance(item, Picture) else Picture(*item)) for item in pictures)
+        return self._add(f'<div class="row">{"".join(figures)}</div>')
+
+    def table(self, table: Table) -> Page:
+        """Add a table."""
+        head = "".join(f'<th scope="col">{escaped(column)}</th>' for column in table.columns)
+        body = "".join(f"<tr>{_cells(row)}</tr>" for row in table.rows)
+        caption = f"<caption>{escaped(table.title)}</caption>"
+        return self._add(f'<div class="wide"><table>{caption}<tr>{head}</tr>{body}</table></div>')
+
+    def figures(self, title: str, figures: Mapping[str, object]) -> Page:
+        """Add named figures as a table of two columns."""
+        rows = tuple((name_of(key), spelled(value)) for key, value in figures.items())
+        return self.table(Table(title, ("figure", "value"), rows))
+
+    def findings(self, findings: Iterable[Finding]) -> Page:
+        """Add findings, the worst first."""
+        return self._add("".join(_finding(finding) for finding in in_order(findings)))
+
+    def render(self) -> str:
+        """The whole page."""
+        lines = [
+            "<!doctype html>",
+            '<html lang="en">',
+            "<head>",
+            '<meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escaped(self._title)}</title>",
+            f"<style>{CSS}</style>",
+            "</head>",
+            "<body>",
+            *self._sections,
+            "</body>",
+            "</html>",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _add(self, section: str) -> Page:
+        self._sections.append(section)
+        return self
+
+
+def _figure(picture: Picture) -> str:
+    source = f"data:image/png;base64,{b64encode(picture.png).decode('ascii')}"
+    kind = {None: "", True: "good", False: "bad"}[picture.good]
+    return (
+        f'<figure><img src="{source}" alt="{escaped(f"{picture.caption}: {picture.verdict}")}">'
+        f'<figcaption><b class="{kind}">{escaped(picture.verdict)}</b>{escaped(picture.caption)}</figcaption></figure>'
+    )
+
+
+def _finding(finding: Finding) -> str:
+    evidence = numbers(finding.evidence)
+    parts = [
+        f"<p><b>{finding.level.value.upper()} {escaped(finding.code)}</b> {escaped(finding.subject)}</p>",
+        f"<p>{escaped(finding.message)}</p>",
+        f"<p><small>{escaped(evidence)}</small></p>" if evidence else "",
+        f"<p>{escaped(finding.remedy)}</p>" if finding.remedy else "",
+    ]
+    return f'<div class="finding {finding.level.value}">{"".join(parts)}</div>'
+
+
+def _cells(row: Iterable[str]) -> str:
+    return "".join(f"<td>{escaped(cell)}</td>" for cell in row)

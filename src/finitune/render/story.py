@@ -1,0 +1,58 @@
+"""The page of `finitune demo`: the whole story on one model, to be read by a person who has a black picture."""
+
+from __future__ import annotations
+
+from finitune.generation.picture import png_bytes
+from finitune.journeys import plan
+from finitune.journeys.demo import Story
+from finitune.render.html import Page, Picture
+from finitune.render.svg import RangeBar, range_chart
+from finitune.report import Level, Report
+
+CAPTIONS = {
+    "raw-half": ("plain fp16", "black"),
+    "planned-half": ("fp16 by the plan", "right"),
+    "fp32": ("fp32", "the reference"),
+    "bf16": ("bf16", "what the plan must beat"),
+}
+NEXT = """finitune diagnose MODEL --prompt "..."           why is my picture black?
+finitune plan MODEL --out my.plan.toml          the smallest plan that holds, with its proof
+finitune generate MODEL --plan my.plan.toml     draw by it
+
+MODEL is a diffusers folder, or dit.safetensors --qwen3 qwen3.safetensors --vae vae.safetensors"""
+
+
+def story_page(story: Story, report: Report) -> str:
+    """The self-contained HTML page of a demo."""
+    page = Page("pico-anima in fp16: from a black picture to the right one")
+    page.prose(
+        f"Prompt: {story.settings.prompt}. Seed {story.settings.seed}, {story.settings.steps} steps, guidance"
+        f" {story.settings.cfg:g}. The same noise, the same weights, four precisions."
+    )
+    page.picture_row(_pictures(story, report))
+    page.heading("Why plain fp16 fails")
+    page.findings(f for f in report.findings if f.code.startswith("ORIGIN"))
+    page.prose(
+        "fp16 ends at 65504. The bars are the largest magnitudes that leave each block over a whole run in fp32."
+    )
+    page.chart(range_chart([RangeBar(site, amax) for site, amax in story.ranges.items()]))
+    page.heading("The plan, and its proof")
+    for table in plan.tables(story.proof):
+        page.table(table)
+    page.figures("certificate of the denoiser", story.proof.figures())
+    page.heading("Your own model")
+    page.code(NEXT)
+    return page.render()
+
+
+def _pictures(story: Story, report: Report) -> list[Picture]:
+    distances = {
+        "planned-half": f", {report.figures['psnr_vs_fp32']:.1f} dB from fp32",
+        "bf16": f", {report.figures['bf16_psnr_vs_fp32']:.1f} dB from fp32",
+    }
+    failed = any(f.level is Level.ERROR for f in story.diagnosis.findings)
+    return [
+        Picture(caption + distances.get(name, ""), png_bytes(story.drawings[name].pixels), verdict, good)
+        for name, (caption, verdict) in CAPTIONS.items()
+        for good in ({"raw-half": not failed, "planned-half": True}.get(name),)
+    ]

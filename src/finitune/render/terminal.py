@@ -1,0 +1,115 @@
+"""A report, and the way to it, on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table as Grid
+from rich.text import Text
+
+from finitune.render import in_order, name_of, numbers, printable, spelled, verdict
+from finitune.report import Finding, Level, Report, Table
+
+STYLES = {Level.ERROR: "bold red", Level.WARNING: "bold yellow", Level.NOTE: "bold blue"}
+VERDICT_STYLES = {"OK": "bold green", "FAILED": "bold red", "REFUSED": "bold red"}
+INDENT = 2
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the verdict, then the findings by level, the figures, the tables and the files written."""
+    word, sentence = verdict(report)
+    console.print(Text.assemble((word, VERDICT_STYLES[word]), "  ", printable(sentence)))
+    sections = [
+        *(_finding(finding) for finding in in_order(report.findings)),
+        *([_pairs("Figures", report.figures)] if report.figures else []),
+        *(_table(table) for table in report.tables),
+        *([_pairs("Files", report.artifacts)] if report.artifacts else []),
+    ]
+    for section in sections:
+        console.print()
+        console.print(section)
+
+
+def _finding(finding: Finding) -> RenderableType:
+    """LEVEL  CODE  place, and below it what was found, the numbers, and what to do."""
+    heading = Text.assemble(
+        (finding.level.value.upper(), STYLES[finding.level]),
+        "  ",
+        (finding.code, "bold"),
+        "  ",
+        printable(finding.subject),
+        overflow="fold",
+    )
+    lines = [Text(printable(finding.message), overflow="fold")]
+    if finding.evidence:
+        lines.append(Text(numbers(finding.evidence), style="dim", overflow="fold"))
+    if finding.remedy:
+        lines.append(Text.assemble(("Remedy  ", "green"), printable(finding.remedy), overflow="fold"))
+    return Group(heading, Padding(Group(*lines), (0, 0, 0, INDENT), expand=False))
+
+
+def _pairs(title: str, pairs: Mapping[str, object]) -> RenderableType:
+    grid = Grid.grid(padding=(0, 2))
+    grid.add_column(style="dim", overflow="fold")
+    grid.add_column(overflow="fold")
+    for key, value in pairs.items():
+        grid.add_row(Text(name_of(key)), Text(spelled(value)))
+    return Group(Text(title, style="bold"), Padding(grid, (0, 0, 0, INDENT), expand=False))
+
+
+def _table(table: Table) -> RenderableType:
+    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for index, column in enumerate(table.columns):
+        numeric = bool(table.rows) and all(_is_number(row[index]) for row in table.rows)
+        grid.add_column(Text(printable(column)), justify="right" if numeric else "left", overflow="fold")
+    for row in table.rows:
+        grid.add_row(*(Text(printable(cell)) for cell in row))
+    return Group(Text(printable(table.title), style="bold"), Padding(grid, (0, 0, 0, INDENT), expand=False))
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell.replace(" ", "").rstrip("%x"))
+    except ValueError:
+        return False
+    return True
+
+
+class Bars:
+    """Progress bars; gone when the work is, and silent where nobody watches (a pipe, a log)."""
+
+    def __init__(self, console: Console):
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+            redirect_stdout=False,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def start(self, name: str, total: int | None) -> None:
+        """Show a bar for stage `name`; one of unknown length where `total` is None."""
+        self._tasks[name] = self._progress.add_task(printable(name), total=total)
+
+    def advance(self, name: str, count: int = 1) -> None:
+        """Move the bar of stage `name` by `count` steps."""
+        self._progress.advance(self._tasks[name], count)
+
+    def finish(self, name: str) -> None:
+        """Take the bar of stage `name` away."""
+        self._progress.remove_task(self._tasks.pop(name))

@@ -1,0 +1,202 @@
+"""The command line: options reach the request, reports reach the streams, failures reach the exit code."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finitune import __version__
+from finitune.cli import VERBS, Model, Picture, main
+from finitune.errors import FileError, UsageError
+from finitune.report import Level, Report
+
+MODEL = {"model", "qwen3", "vae", "tokenizers"}
+PICTURE = {"prompt", "negative", "steps", "cfg", "seed", "size"}
+OPTIONS = {
+    "generate": MODEL | PICTURE | {"precision", "plan", "out"},
+    "diagnose": MODEL | PICTURE | {"precision", "out"},
+    "plan": MODEL | {"out", "headroom_bits", "prompts", "steps", "seed"},
+    "demo": {"out"},
+}
+LINES = {"generate": ["generate", "pico-anima"], "diagnose": ["diagnose", "m"], "plan": ["plan", "m"], "demo": ["demo"]}
+
+Journey = Callable[..., Report]
+
+
+@pytest.fixture
+def journey(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Journey], list[Any]]:
+    """Puts a short run in the place of a verb's long one; the requests that reach it are returned."""
+
+    def replace(verb: str, run: Journey) -> list[Any]:
+        requests: list[Any] = []
+
+        def watched(request: Any, *rest: Any) -> Report:
+            requests.append(request)
+            rest[-1].start("stage", 1)  # every journey is handed a progress, last
+            return run()
+
+        monkeypatch.setattr(importlib.import_module(f"finitune.journeys.{verb}"), "run", watched)
+        return requests
+
+    return replace
+
+
+def defaults(verb: Callable[..., Any]) -> dict[str, object]:
+    """Each option of a verb with its default, the shared groups laid out flat."""
+    found: dict[str, object] = {}
+    for name, parameter in inspect.signature(verb).parameters.items():
+        group = {"model": Model, "picture": Picture}.get(name)
+        found |= {field.name: field.default for field in fields(group)} if group else {name: parameter.default}
+    return found
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_options_are_those_and_no_others(verb: Callable[..., Any]):
+    assert set(defaults(verb)) == OPTIONS[verb.__name__]
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_defaults_are_the_journeys_own(verb: Callable[..., Any]):
+    request = importlib.import_module(f"finitune.journeys.{verb.__name__}").Request
+    own = {field.name: field.default for field in fields(request)}
+    assert {name: own[name] for name in defaults(verb)} == defaults(verb)
+
+
+def test_options_reach_the_request(journey: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]):
+    requests = journey("generate", lambda: Report("generate"))
+    line = "generate dit.safetensors --qwen3 q --vae v --tokenizers t --prompt=fox --negative bad --steps 4 --cfg 1.5"
+    assert (
+        main([*line.split(), "--seed", "7", "--size", "64x32", "--precision", "bf16", "--plan", "p", "--out", "o"]) == 0
+    )
+    (request,) = requests
+    assert {name: getattr(request, name) for name in OPTIONS["generate"]} == {
+        "model": "dit.safetensors",
+        "qwen3": Path("q"),
+        "vae": Path("v"),
+        "tokenizers": Path("t"),
+        "prompt": "fox",
+        "negative": "bad",
+        "steps": 4,
+        "cfg": 1.5,
+        "seed": 7,
+        "size": "64x32",
+        "precision": "bf16",
+        "plan": Path("p"),
+        "out": Path("o"),
+    }
+    assert capsys.readouterr().out.startswith("OK  generate: nothing to report")
+
+
+@pytest.mark.parametrize("verb", LINES)
+def test_json_is_all_that_reaches_the_output(verb: str, journey: Callable[..., list[Any]], capsys: Any):
+    def run() -> Report:
+        print("a library chatters")
+        report = Report(verb, figures={"amax": float("inf"), "path": Path("x")})
+        report.add(Level.WARNING, "W", "place", "message")
+        return report
+
+    journey(verb, run)
+    assert main([*LINES[verb], "--json"]) == 0
+    out, err = capsys.readouterr()
+    said = json.loads(out)
+    assert list(said) == ["verb", "ok", "findings", "figures", "artifacts"]
+    assert (said["verb"], said["ok"], said["figures"]) == (verb, True, {"amax": "inf", "path": "x"})
+    assert "chatters" in err
+
+
+def failing(error: BaseException) -> Journey:
+    def run() -> Report:
+        raise error
+
+    return run
+
+
+def with_error() -> Report:
+    report = Report("demo")
+    report.add(Level.ERROR, "FP16-OVERFLOW", "blocks.3", "too large")
+    return report
+
+
+@pytest.mark.parametrize(
+    ("run", "code", "told"),
+    [
+        (with_error, 1, "FP16-OVERFLOW"),
+        (failing(FileError("it ends early", code="FILE-TRUNCATED", subject="a", remedy="Fetch it again.")), 1, "Fetch"),
+        (failing(UsageError("no", code="BOTH-GIVEN")), 2, "BOTH-GIVEN"),
+        (failing(ZeroDivisionError("division by zero")), 1, "ZeroDivisionError: division by zero. This is a bug."),
+        (failing(KeyboardInterrupt()), 130, "Stopped."),
+    ],
+)
+def test_exit_codes(run: Journey, code: int, told: str, journey: Callable[..., list[Any]], capsys: Any):
+    journey("demo", run)
+    assert main(["demo"]) == code
+    assert told in "".join(capsys.readouterr())
+
+
+def test_a_bug_is_one_line_in_text_and_a_finding_in_json(journey: Callable[..., list[Any]], capsys: Any):
+    journey("demo", failing(ZeroDivisionError("x\ny")))
+    assert main(["demo"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and "--debug" in err
+    assert main(["demo", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["findings"][0]["code"] == "UNEXPECTED"
+    with pytest.raises(ZeroDivisionError):
+        main(["demo", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "told"),
+    [
+        ("generat pico-anima", "VERB-UNKNOWN", "Did you mean 'generate'?"),
+        ("generate pico-anima --promt x", "OPTION-UNKNOWN", "Did you mean --prompt?"),
+        ("--hlp", "OPTION-UNKNOWN", "Did you mean '--help'?"),
+        ("generate", "OPTION-MISSING", "MODEL is missing."),
+        ("plan m --steps many", "OPTION-UNREADABLE", "--steps"),
+        ("generate m --precision bf17", "OPTION-UNREADABLE", 'Did you mean "bf16"?'),
+        ("demo x", "ARGUMENT-LEFT-OVER", "'x'"),
+    ],
+)
+def test_wrong_usage_is_explained(line: str, code: str, told: str, capsys: pytest.CaptureFixture[str]):
+    assert main(line.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and code in err and told in err and "--help" in err
+    assert main([*line.split(), "--json"]) == 2
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert finding["code"] == code and told in finding["message"]
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == __version__
+    assert main(["--help"]) == 0 and main([]) == 0
+    text = capsys.readouterr().out
+    assert all(verb.__name__ in text for verb in VERBS)
+    assert main(["generate", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"--{name.replace('_', '-')}" in text for name in OPTIONS["generate"] - {"model"} | {"json", "debug"})
+
+
+def test_help_imports_nothing_heavy():
+    program = (
+        "import sys\n"
+        "from finitune.cli import main\n"
+        "assert main(['generate', '--help']) == 0 and main(['--help']) == 0\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'PIL', 'safetensors', 'finitune.journeys'}\n"
+        "sys.exit(' '.join(heavy & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stderr.strip(), "Usage: finitune" in done.stdout) == ("", True)
+
+
+def test_the_module_runs():
+    done = subprocess.run([sys.executable, "-m", "finitune", "nothing"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "There is no verb 'nothing'" in done.stderr

@@ -1,0 +1,176 @@
+"""The planner, its certificate and undo, on a Cosmos transformer whose stream leaves fp16's range."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from finitune.errors import NumericsError, PlanError
+from finitune.numerics.compare import relative_l2
+from finitune.precision.apply import apply_current, apply_plan, stored_as
+from finitune.precision.certificate import outputs, prove
+from finitune.precision.guard import Guard
+from finitune.precision.plan import ComponentPlan, Line, PrecisionPlan
+from finitune.precision.planner import Call, plan_component
+from tests.tiny import cosmos, cosmos_calls
+
+
+@pytest.fixture(scope="module")
+def planned():
+    model, calls = cosmos(stream_exponent=17), cosmos_calls()
+    return model, calls, plan_component(model, calls, 2, "fp32")
+
+
+def test_a_model_that_fits_has_an_empty_plan():
+    plan = plan_component(cosmos(), cosmos_calls(), 2, "fp32")
+    assert plan.lines == () and plan.casts == ()
+
+
+def test_certificate_keeps_every_promise(planned):
+    model, calls, plan = planned
+    certificate = prove(model, plan, calls, 2)
+    assert certificate.exact_rel_l2 == 0.0
+    assert certificate.finite
+    assert certificate.headroom_bits_min >= 2
+    assert certificate.step_rel_l2 <= certificate.bf16_step_rel_l2 / 2
+    assert certificate.site_sqnr_db_median >= certificate.bf16_site_sqnr_db_median + 6
+    assert certificate.half_flops_share >= 0.99
+    assert certificate.lines > 0 and certificate.droppable_lines == 0
+
+
+def test_raw_half_is_not_finite_where_the_plan_is(planned):
+    model, calls, plan = planned
+    with stored_as(model, torch.float16):
+        cast = [dataclasses.replace(c, kwargs=_halved(c.kwargs)) for c in calls]
+        assert not any(y.isfinite().all() for y in outputs(model, cast))
+    applied = apply_plan(model, plan)
+    assert all(y.isfinite().all() for y in outputs(applied.module, calls))
+    applied.undo()
+
+
+def test_each_dropped_line_leaves_something_that_does_not_fit(planned):
+    model, calls, plan = planned
+    for line in plan.lines:
+        assert prove(model, plan.without(line), calls, 2).headroom_bits_min < 2
+
+
+@pytest.mark.parametrize("arithmetic", [torch.float16, torch.bfloat16, torch.float32])
+def test_undo_restores_modules_and_bits(planned, arithmetic):
+    model, _, plan = planned
+    modules = dict(model.named_modules())
+    bits = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    apply_plan(model, plan, arithmetic).undo()
+    assert dict(model.named_modules()) == modules
+    assert all(torch.equal(bits[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_weights_are_stored_once_in_half(planned):
+    model, _, plan = planned
+    applied = apply_plan(model, plan)
+    products = [m for m in applied.module.modules() if isinstance(m, nn.Linear)]
+    assert products and all(m.weight.dtype == torch.float16 for m in products)
+    assert set(applied.module.state_dict()) >= {"patch_embed.proj.weight", "transformer_blocks.1.ff.net.2.weight"}
+    applied.undo()
+
+
+def test_weights_beyond_half_get_an_exponent_of_their_own():
+    model = cosmos(stream_exponent=30)
+    calls = cosmos_calls()
+    plan = plan_component(model, calls, 2, "fp32")
+    assert any(line.weight_exponent > 0 for line in plan.lines)
+    certificate = prove(model, plan, calls, 2)
+    assert certificate.exact_rel_l2 == 0.0 and certificate.finite
+    assert certificate.step_rel_l2 <= certificate.bf16_step_rel_l2 / 2
+
+
+@pytest.mark.parametrize("stream_exponent", [0, 17, 30])
+def test_current_scaling_needs_no_plan(stream_exponent):
+    model, calls = cosmos(stream_exponent), cosmos_calls()
+    with stored_as(model, torch.float32):
+        reference = outputs(model, calls)
+    applied = apply_current(model)
+    ours = outputs(applied.module, calls)
+    applied.undo()
+    assert max(relative_l2(a, b) for a, b in zip(ours, reference, strict=True)) < 2e-3
+
+
+class SharedValue(nn.Module):
+    """Attention whose values alone leave fp16's range, next to a gated product that does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.gate, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.up.weight.data *= 2.0**14
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x) * 4.0)
+
+
+def test_a_gated_product_is_cured_upstream():
+    model = SharedValue().bfloat16().requires_grad_(False)
+    calls = [Call((torch.randn(4, 16, generator=torch.Generator().manual_seed(1)),), {})]
+    plan = plan_component(model, calls, 2, "fp32")
+    assert "up" in {line.site for line in plan.lines}
+    certificate = prove(model, plan, calls, 2)
+    assert certificate.finite and certificate.exact_rel_l2 == 0.0 and certificate.droppable_lines == 0
+
+
+def test_a_model_that_is_broken_in_fp32_gets_no_plan():
+    model = cosmos()
+    model.proj_out.weight.data[0, 0] = float("nan")
+    with pytest.raises(NumericsError) as caught:
+        plan_component(model, cosmos_calls(1), 2, "fp32")
+    assert caught.value.code == "WEIGHT-NONFINITE"
+
+
+def test_guard_repairs_a_constant_that_is_exceeded(planned):
+    model, calls, plan = planned
+    tight = dataclasses.replace(plan, lines=tuple(dataclasses.replace(line, exponent=0) for line in plan.lines))
+    loud = dataclasses.replace(
+        calls[0], kwargs={**calls[0].kwargs, "hidden_states": calls[0].kwargs["hidden_states"] * 1e6}
+    )
+    guard = Guard()
+    applied = apply_plan(model, tight, guard=guard)
+    (repaired,) = outputs(applied.module, [loud])
+    assert repaired.isfinite().all()
+    assert [trip.site for trip in guard.trips] == ["patch_embed.proj"]
+    amended = guard.amended(tight)
+    assert next(line for line in amended.lines if line.site == "patch_embed.proj").exponent is None
+    applied.undo()
+
+
+def test_plan_text_round_trip(planned, tmp_path):
+    _, _, component = planned
+    measured = component.with_line(Line("proj_out", exponent=None, reason="tripped"))
+    plan = PrecisionPlan("tiny", "sha256:0", 2.0, "3 calls", {"transformer": measured, "vae": ComponentPlan()})
+    path = tmp_path / "plan.toml"
+    plan.save(path)
+    assert PrecisionPlan.load(path) == plan
+    assert PrecisionPlan.loads(plan.dumps()).dumps() == plan.dumps()
+
+
+@pytest.mark.parametrize("text", ["", "format = 2", "{}", "format = 1\nmodel = 3\n[transformer]\n", "\x00"])
+def test_what_is_not_a_plan_is_refused(text):
+    with pytest.raises(PlanError) as caught:
+        PrecisionPlan.loads(text)
+    assert caught.value.code == "PLAN-UNREADABLE"
+
+
+def test_a_plan_of_another_checkpoint_is_refused():
+    plan = PrecisionPlan("tiny", "sha256:0", 2.0)
+    with pytest.raises(PlanError) as caught:
+        plan.check_fingerprint("sha256:1", "plan.toml")
+    assert caught.value.code == "PLAN-OTHER-CHECKPOINT"
+
+
+def test_an_unknown_site_is_refused_with_the_nearest_name():
+    with pytest.raises(PlanError, match="Did you mean 'proj_out'"):
+        apply_plan(cosmos(), ComponentPlan(lines=(Line("proj_ouy"),)))
+
+
+def _halved(kwargs):
+    return {k: v.half() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
