@@ -25,12 +25,12 @@ import time
 from pathlib import Path
 
 import torch
-from pico.denoiser import TextToLatent, train_denoiser
-from pico.pictures import Captions, draw_pictures, train_tokenizers
-from pico.vae import encode, train_vae
 from torch import Tensor, nn
 
 from finitune.models.pico import STREAM_EXPONENT, folder, scale_stream_
+from pico.denoiser import TextToLatent, train_denoiser
+from pico.pictures import Captions, draw_pictures, train_tokenizers
+from pico.vae import encode, train_vae
 
 SIZE_LIMIT_BYTES = 16_000_000
 

@@ -19,13 +19,13 @@ from finitune.cli import VERBS, Model, Picture, main
 from finitune.errors import FileError, UsageError
 from finitune.report import Level, Report
 
-MODEL = {"model", "qwen3", "vae", "tokenizers"}
+MODEL = {"model", "qwen3", "vae", "tokenizers", "device"}
 PICTURE = {"prompt", "negative", "steps", "cfg", "seed", "size"}
 OPTIONS = {
     "generate": MODEL | PICTURE | {"precision", "plan", "out"},
     "diagnose": MODEL | PICTURE | {"precision", "out"},
-    "plan": MODEL | {"out", "headroom_bits", "prompts", "steps", "seed"},
-    "demo": {"out"},
+    "plan": MODEL | {"out", "headroom_bits", "prompts", "steps", "seed", "size"},
+    "demo": {"out", "steps"},
 }
 LINES = {"generate": ["generate", "pico-anima"], "diagnose": ["diagnose", "m"], "plan": ["plan", "m"], "demo": ["demo"]}
 

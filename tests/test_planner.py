@@ -174,3 +174,56 @@ def test_an_unknown_site_is_refused_with_the_nearest_name():
 
 def _halved(kwargs):
     return {k: v.half() if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+
+
+class Attending(nn.Module):
+    """Attention whose values leave fp16's range; `squashed`, they pass through something that is not linear."""
+
+    def __init__(self, squashed: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.squashed = squashed
+        self.project = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.out = nn.Linear(16, 16)
+        self.project[2].weight.data *= 2.0**18
+        self.out.weight.data *= 2.0**-16
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (2, 8)).transpose(-3, -2) for layer in self.project)
+        y = nn.functional.scaled_dot_product_attention(q, k, v.relu() if self.squashed else v)
+        return self.out(y.transpose(-3, -2).flatten(-2))
+
+
+class Around(nn.Module):
+    def __init__(self, squashed: bool):
+        super().__init__()
+        self.attention = Attending(squashed)
+
+    def forward(self, x):
+        return self.attention(x)
+
+
+def around(squashed: bool):
+    model = Around(squashed).bfloat16().requires_grad_(False)
+    return model, [Call((torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(i)),), {}) for i in range(3)]
+
+
+def test_an_attention_s_values_carry_a_power_of_two_to_the_product_behind_it():
+    model, calls = around(squashed=False)
+    plan = plan_component(model, calls, 2, "fp32")
+    (line,) = (line for line in plan.lines if line.site == "attention.project.2")
+    assert line.carry > 0 and line.carried_to == "attention.out" and not plan.islands
+    certificate = prove(model, plan, calls, 2)
+    assert certificate.finite and certificate.exact_rel_l2 == 0.0 and certificate.droppable_lines == 0
+    assert certificate.half_flops_share == 1.0 and certificate.headroom_bits_min >= 2
+    assert certificate.step_rel_l2 <= certificate.bf16_step_rel_l2 / 2
+    text = PrecisionPlan("carry", "0", 2.0, "", {"model": plan}).dumps()
+    assert PrecisionPlan.loads(text).components["model"] == plan
+
+
+def test_what_refuses_mixed_dtypes_becomes_an_island():
+    model, calls = around(squashed=True)
+    plan = plan_component(model, calls, 2, "fp32")
+    assert plan.islands == ("attention",) and len(plan.lines) == 1
+    certificate = prove(model, plan, calls, 2)
+    assert certificate.finite and certificate.exact_rel_l2 == 0.0 and certificate.droppable_lines == 0

@@ -36,6 +36,7 @@ Job = Callable[[Progress], Report]
 Precision = Literal["auto", "planned-half", "current-half", "bf16", "fp32", "raw-half"]
 Flag = Annotated[bool, Parameter(negative="")]
 
+QUIET = ("diffusers", "transformers")  # their advice to programmers is not for the users of a command
 INTERRUPTED = 130  # 128 + SIGINT, as shells expect
 CODES = {
     UnknownCommandError: "VERB-UNKNOWN",
@@ -61,6 +62,8 @@ class Model:
     """The VAE's file, where MODEL is a file."""
     tokenizers: Path | None = None
     """A folder with `tokenizer` and `t5_tokenizer`, where MODEL is a file."""
+    device: str = "auto"
+    """Where to compute: `auto` takes the first GPU if there is one, else the CPU."""
 
 
 @Parameter(name="*")
@@ -121,7 +124,7 @@ def diagnose(
     precision
         How the picture was computed when it failed.
     out
-        A folder for the evidence: pictures, ranges, a plan that cures it.
+        A folder for the evidence: the picture as it was asked for, and the one that a plan draws.
     """
     from finitune.journeys import diagnose as journey
 
@@ -136,6 +139,7 @@ def plan(
     prompts: Path | None = None,
     steps: int = 28,
     seed: int = 0,
+    size: str | None = None,
 ) -> Job:
     """Measure a model's ranges, write the smallest plan that keeps fp16 finite, and prove it.
 
@@ -151,27 +155,31 @@ def plan(
         Number of denoising steps for each prompt.
     seed
         Seed of the noise.
+    size
+        WIDTHxHEIGHT in pixels; the model's own size if left out.
     """
     from finitune.journeys import plan as journey
 
     request = journey.Request(
-        **vars(model), out=out, headroom_bits=headroom_bits, prompts=prompts, steps=steps, seed=seed
+        **vars(model), out=out, headroom_bits=headroom_bits, prompts=prompts, steps=steps, seed=seed, size=size
     )
     return partial(journey.run, request)
 
 
-def demo(*, out: Path = Path("finitune-out/demo")) -> Job:
+def demo(*, out: Path = Path("finitune-out/demo"), steps: int = 28) -> Job:
     """See it on a small model: a black picture, its diagnosis, its plan, and the picture.
 
     Parameters
     ----------
     out
         The folder to write to.
+    steps
+        Number of denoising steps of each picture.
     """
     from finitune.journeys import demo as journey
     from finitune.render.story import story_page
 
-    return partial(journey.run, journey.Request(out=out), story_page)
+    return partial(journey.run, journey.Request(out=out, steps=steps), story_page)
 
 
 VERBS: tuple[Callable[..., Job], ...] = (generate, diagnose, plan, demo)
@@ -233,8 +241,12 @@ def _execute(app: App, tokens: Sequence[str], *, json: bool, debug: bool) -> int
 
 def _run(job: Job) -> Report:
     """Run with progress bars on the error stream; what a library prints goes there, too."""
+    import logging
+
     from finitune.render.terminal import Bars
 
+    for library in QUIET:
+        logging.getLogger(library).setLevel(logging.ERROR)
     with redirect_stdout(sys.stderr), Bars(_console(sys.stderr)) as bars:
         return job(bars)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from finitune.progress import Progress, Silent
 
 @dataclass(frozen=True)
 class Drawing:
-    """Final latents, fp32 (1, C, 1, h, w), and the picture, uint8 (H, W, 3)."""
+    """Final latents, fp32 (N, C, 1, h, w), and the pictures, uint8 (N, H, W, 3)."""
 
     latents: Tensor
     pixels: Tensor
@@ -33,34 +33,44 @@ class Recording:
 
 
 @torch.no_grad()
-def draw(running: Running, settings: Settings, progress: Progress | None = None) -> Drawing:
-    """One picture; noise comes from a CPU generator in fp32, so that every precision starts from the same."""
+def draw(running: Running, pictures: Sequence[Settings], progress: Progress | None = None) -> Drawing:
+    """The pictures as one batch; they may differ in prompt, negative prompt and seed alone.
+
+    Noise comes from a CPU generator per picture, in fp32, so that every precision starts from the same.
+    """
     from diffusers import ClassifierFreeGuidance
 
     progress = progress or Silent()
-    pipe = running.pipe
+    first, pipe = one_shape(pictures), running.pipe
     _silence(pipe._blocks)
-    pipe.update_components(guider=ClassifierFreeGuidance(guidance_scale=settings.cfg))
+    pipe.update_components(guider=ClassifierFreeGuidance(guidance_scale=first.cfg))
     name = f"drawing in {running.precision}"
-    calls = settings.steps * pipe.guider.num_conditions
-    progress.start(name, calls)
+    progress.start(name, first.steps * pipe.guider.num_conditions)
     handle = running.modules["transformer"].register_forward_hook(lambda *_: progress.advance(name))
     try:
         state = pipe(
-            prompt=settings.prompt,
-            negative_prompt=settings.negative,
-            num_inference_steps=settings.steps,
-            width=settings.width,
-            height=settings.height,
-            generator=torch.Generator("cpu").manual_seed(settings.seed),
+            prompt=[picture.prompt for picture in pictures],
+            negative_prompt=[picture.negative for picture in pictures],
+            num_inference_steps=first.steps,
+            width=first.width,
+            height=first.height,
+            generator=[torch.Generator("cpu").manual_seed(picture.seed) for picture in pictures],
             output_type="pt",
         )
     finally:
         handle.remove()
         progress.finish(name)
-    image = state.get("images")[0].float()
-    pixels = (image.nan_to_num(0.0).clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0)
+    images = state.get("images").float()
+    pixels = (images.nan_to_num(0.0).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
     return Drawing(state.get("latents").float(), pixels)
+
+
+def one_shape(pictures: Sequence[Settings]) -> Settings:
+    """The first of the pictures; raises ValueError where they cannot be one batch."""
+    shapes = {(p.steps, p.cfg, p.width, p.height) for p in pictures}
+    if len(shapes) != 1:
+        raise ValueError(f"pictures of one batch differ in steps, guidance or size: {sorted(shapes)}")
+    return pictures[0]
 
 
 def _silence(block: Any) -> None:
@@ -77,7 +87,7 @@ def recorded(running: Running) -> Iterator[Recording]:
     recording = Recording()
     with ExitStack() as stack:
         for component, module in running.modules.items():
-            entry = module.decoder if component == "vae" else module
+            entry = module.get_submodule("decoder") if component == "vae" else module
             handle = entry.register_forward_hook(_keep(recording, component), with_kwargs=True)
             stack.callback(handle.remove)
         yield recording

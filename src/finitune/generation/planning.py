@@ -10,54 +10,35 @@ from finitune.generation.settings import Settings
 from finitune.models.anima.load import AnimaParts
 from finitune.precision.certificate import Certificate, prove
 from finitune.precision.plan import PrecisionPlan
-from finitune.precision.planner import Call, measure, misfits, plan_component
+from finitune.precision.planner import Call, plan_component
 from finitune.progress import Progress, Silent
 
 #: Components that take latents: their border is fp32, so that latents and timesteps stay exact.
 FP32_BORDERS = ("transformer", "vae")
-PLANNING_CALLS = 6
 
 Calls = Mapping[str, Sequence[Call]]
 
 
 def calibrate(
     parts: AnimaParts, pictures: Sequence[Settings], progress: Progress | None = None
-) -> tuple[dict[str, list[Call]], list[Drawing]]:
-    """Draw the pictures in fp32 and return every call that was made of each component, and the drawings."""
-    calls: dict[str, list[Call]] = {name: [] for name in COMPONENTS}
-    drawings: list[Drawing] = []
-    with in_precision(parts, "fp32") as running:
-        for settings in pictures:
-            with recorded(running) as recording:
-                drawing = draw(running, settings, progress)
-            for name, made in recording.calls.items():
-                calls[name].extend(made)
-            calls["vae"].append(decode_call(parts.vae, drawing.latents))
-            drawings.append(drawing)
-    return calls, drawings
-
-
-def spread(calls: Sequence[Call], count: int = PLANNING_CALLS) -> list[Call]:
-    """`count` calls spread evenly over all of them, the first and the last among them."""
-    if len(calls) <= count:
-        return list(calls)
-    return [calls[round(i * (len(calls) - 1) / (count - 1))] for i in range(count)]
+) -> tuple[dict[str, list[Call]], Drawing]:
+    """Draw the pictures in fp32, as one batch; every call that was made of each component, and the drawing."""
+    with in_precision(parts, "fp32") as running, recorded(running) as recording:
+        drawing = draw(running, pictures, progress)
+    recording.calls["vae"] = [decode_call(parts.vae, drawing.latents)]
+    return recording.calls, drawing
 
 
 def plan_model(
     parts: AnimaParts, name: str, calls: Calls, headroom_bits: float = 2, progress: Progress | None = None
 ) -> PrecisionPlan:
-    """The smallest plan of every component: found on a few calls, then held against all of them."""
+    """The smallest plan of every component."""
     progress = progress or Silent()
     progress.start("planning", len(COMPONENTS))
     components = {}
     for component in COMPONENTS:
-        root, made = getattr(parts, component), calls[component]
         border = "fp32" if component in FP32_BORDERS else "fp16"
-        plan = plan_component(root, spread(made), headroom_bits, border)
-        if misfits(plan, measure(root, plan, made)[0], headroom_bits):
-            plan = plan_component(root, made, headroom_bits, border)
-        components[component] = plan
+        components[component] = plan_component(getattr(parts, component), calls[component], headroom_bits, border)
         progress.advance("planning")
     progress.finish("planning")
     measured = ", ".join(f"{len(calls[component])} of {component}" for component in COMPONENTS)
@@ -81,10 +62,10 @@ def certify(
 def draw_in(
     parts: AnimaParts,
     precision: str,
-    settings: Settings,
+    pictures: Sequence[Settings],
     plan: PrecisionPlan | None = None,
     progress: Progress | None = None,
 ) -> Drawing:
-    """One picture in one precision."""
+    """The pictures in one precision."""
     with in_precision(parts, precision, plan) as running:
-        return draw(running, settings, progress)
+        return draw(running, pictures, progress)

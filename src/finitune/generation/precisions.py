@@ -14,6 +14,7 @@ from finitune.errors import UsageError, did_you_mean
 from finitune.models.anima.attention import scale_attention
 from finitune.models.anima.load import AnimaParts, pipeline
 from finitune.numerics.attention import half_attention
+from finitune.numerics.products import exact_accumulation
 from finitune.precision.apply import Applied, apply_current, apply_plan, stored_as
 from finitune.precision.guard import Guard
 from finitune.precision.plan import ComponentPlan, PrecisionPlan
@@ -61,6 +62,7 @@ def in_precision(parts: AnimaParts, precision: str, plan: PrecisionPlan | None =
     guard = Guard()
     originals = {name: getattr(parts, name) for name in COMPONENTS}
     with ExitStack() as stack:
+        stack.enter_context(exact_accumulation())
         if precision in PLAIN:
             modules = {name: stack.enter_context(stored_as(m, PLAIN[precision])) for name, m in originals.items()}
         elif precision == "current-half":

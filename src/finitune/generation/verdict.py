@@ -33,7 +33,7 @@ class Verdict:
 
 
 def judge(latents: Tensor, pixels: Tensor, remedy: str) -> Verdict:
-    """Judge a picture by its latents (any shape, fp32) and its pixels (H, W, 3) uint8."""
+    """Judge a picture by its latents (any shape, fp32) and its pixels (..., H, W, 3) uint8."""
     bad = int((~latents.isfinite()).sum())
     latents_std = float(latents.std()) if not bad else float("nan")
     values = pixels.float()

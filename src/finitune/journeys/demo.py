@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from finitune.errors import FinituneError
 from finitune.journeys import diagnose, plan
-from finitune.journeys.model import load_model
+from finitune.journeys.model import load_model, write_plan
 from finitune.report import Finding, Level, Report
 
 if TYPE_CHECKING:
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from finitune.models.anima.load import AnimaParts
     from finitune.progress import Progress
 
-PROMPTS = ("red apple", "smiling cat face with heart-shaped eyes")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """Where the page, the plan and the pictures go."""
 
     out: Path = Path("finitune-out/demo")
+    steps: int = 28
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,10 @@ def run(request: Request, page: Callable[[Story, Report], str], progress: Progre
     """Run the story, write the page that `page` makes of it, the plan and the pictures, and report what was shown."""
     report = Report("demo")
     try:
-        choice = diagnose.Request(model="pico-anima", prompt=PROMPTS[0], precision="raw-half")
+        choice = diagnose.Request(model="pico-anima", prompt=plan.DEFAULT_PROMPTS[0], steps=request.steps)
         parts = load_model(choice)
         story = _tell(parts, choice, progress)
         report.figures.update(story.proof.figures())
-        report.figures.update(_distances(story))
         report.figures.update({k: v for k, v in story.diagnosis.figures.items() if k.startswith("origin_")})
         report.findings.extend(_as_shown(story.diagnosis))
         report.tables.extend(plan.tables(story.proof))
@@ -66,11 +64,11 @@ def _tell(parts: AnimaParts, choice: diagnose.Request, progress: Progress | None
     from finitune.generation.planning import draw_in
 
     settings = choice.settings()
-    raw = draw_in(parts, "raw-half", settings, progress=progress)
+    raw = draw_in(parts, "raw-half", [settings], progress=progress)
     diagnosis = diagnose.run(choice, progress)
-    pictures = plan.Request(model=choice.model, seed=choice.seed).pictures()
+    pictures = plan.Request(model=choice.model, seed=choice.seed, steps=choice.steps).pictures()
     proof = plan.plan_and_prove(parts, choice.model, pictures, 2, progress)
-    drawings = {"raw-half": raw, **{name: drawn[0] for name, drawn in proof.drawings.items()}}
+    drawings = {"raw-half": raw, **proof.drawings}
     return Story(settings, drawings, diagnosis, proof, block_ranges(parts, settings))
 
 
@@ -81,24 +79,13 @@ def block_ranges(parts: AnimaParts, settings: Settings) -> dict[str, float]:
     from finitune.precision.probe import probe
 
     with in_precision(parts, "fp32") as running, probe(running.modules["transformer"]) as ranges:
-        draw(running, settings)
+        draw(running, [settings])
     return {s: amax for s, amax in ranges.amax.items() if s in ("patch_embed", "norm_out", "proj_out") or _is_block(s)}
 
 
 def _is_block(site: str) -> bool:
     head, _, number = site.rpartition(".")
     return head == "transformer_blocks" and number.isdigit()
-
-
-def _distances(story: Story) -> dict[str, object]:
-    from finitune.numerics.compare import psnr_db
-
-    reference = story.drawings["fp32"].pixels.float()
-
-    def psnr(precision: str) -> float:
-        return psnr_db(story.drawings[precision].pixels.float(), reference, 255.0)
-
-    return {"psnr_vs_fp32": psnr("planned-half"), "bf16_psnr_vs_fp32": psnr("bf16")}
 
 
 def _as_shown(diagnosis: Report) -> list[Finding]:
@@ -116,8 +103,8 @@ def _write(out: Path, story: Story, report: Report, page: Callable[[Story, Repor
 
     for name, drawing in story.drawings.items():
         path = out / f"{name}{'.suspect' if name == 'raw-half' else ''}.png"
-        write_bytes(path, png_bytes(drawing.pixels))
+        write_bytes(path, png_bytes(drawing.pixels[0]))
         report.artifacts[name] = str(path)
-    report.artifacts["plan"] = str(plan.write_plan(out / "pico-anima.plan.toml", story.proof.plan))
+    report.artifacts["plan"] = str(write_plan(out / "pico-anima.plan.toml", story.proof.plan))
     write_text(out / "report.html", page(story, report))
     report.artifacts["report"] = str(out / "report.html")

@@ -7,7 +7,7 @@ as bad, precision is acquitted, and the model's conditioning, latents and schedu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finitune.errors import FinituneError
 from finitune.journeys import generate
@@ -67,13 +67,14 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     plan = plan_for(request, parts, settings, request.plan, report, progress) if planned else None
     with in_precision(parts, precision, plan) as running:
         with recorded(running) as recording:
-            drawing = draw(running, settings, progress)
+            drawing = draw(running, [settings], progress)
         stages = stages_of(parts, recording, drawing)
         report.tables.append(stage_table(stages))
         bad = next((stage for stage in stages if not stage.finite), None)
         origin = None if bad is None else origin_of(running, bad)
     verdict = judge(drawing.latents, drawing.pixels, remedy="See the origin below.")
     report.figures.update(precision=precision, **verdict.figures())
+    _keep(request, report, "asked", drawing, good=verdict.good)
     if bad is None:
         _judge_finite_run(parts, settings, drawing, report, progress)
         return report
@@ -175,13 +176,11 @@ def _judge_finite_run(
     from finitune.generation.verdict import judge
     from finitune.numerics.compare import psnr_db
 
-    reference = draw_in(parts, "fp32", settings, progress=progress)
+    reference = draw_in(parts, "fp32", [settings], progress=progress)
     report.figures["psnr_vs_fp32"] = psnr_db(drawing.pixels.float(), reference.pixels.float(), 255.0)
     verdict = judge(drawing.latents, drawing.pixels, remedy="fp32 draws this picture well: use a plan.")
     if verdict.good:
-        report.add(
-            Level.NOTE, "RUN-IS-FINITE", report.figures["precision"], "every stage was finite, the picture is good"
-        )  # type: ignore[arg-type]
+        report.add(Level.NOTE, "RUN-IS-FINITE", "picture", "every stage was finite, the picture is good")  # type: ignore[arg-type]
         return
     report.findings.extend(verdict.findings)
     if judge(reference.latents, reference.pixels, remedy="").good:
@@ -209,8 +208,9 @@ def _check_conditioning(parts: AnimaParts, report: Report) -> None:
     if shift != 3.0:
         message = f"the scheduler's shift is {shift}; Anima's is 3"
         report.add(Level.WARNING, "SCHEDULER-SHIFT", "scheduler", message, remedy="Set shift = 3.0.")
-    channels = parts.vae.config.z_dim
-    if len(parts.vae.config.latents_std) != channels or min(parts.vae.config.latents_std) <= 0:
+    config: Any = parts.vae.config
+    channels = config.z_dim
+    if len(config.latents_std) != channels or min(config.latents_std) <= 0:
         message = f"latents_std does not give {channels} positive numbers"
         report.add(Level.ERROR, "LATENTS-SCALING", "vae", message, remedy="Use the VAE that belongs to this model.")
 
@@ -221,12 +221,23 @@ def _cure(request: Request, parts: AnimaParts, settings: Settings, report: Repor
     from finitune.generation.verdict import judge
 
     plan = plan_for(request, parts, settings, None, report, progress)
-    after = draw_in(parts, "planned-half", settings, plan, progress)
+    after = draw_in(parts, "planned-half", [settings], plan, progress)
     good = judge(after.latents, after.pixels, remedy="").good
     report.figures["cured_by_plan"] = good
+    _keep(request, report, "by-plan", after, good=good)
     command = f'finitune generate {request.model} --prompt "{request.prompt}" --precision planned-half'
     message = "by the plan the same picture is finite and good" if good else "by the plan the picture is still bad"
     report.add(Level.NOTE if good else Level.ERROR, "CURE", "plan", message, remedy=f"Next: {command}")
+
+
+def _keep(request: Request, report: Report, name: str, drawing: Drawing, *, good: bool) -> None:
+    """Save a picture as evidence, where a folder for it was given."""
+    from finitune.generation.picture import save_picture
+
+    if request.out:
+        metadata: dict[str, object] = {"prompt": request.prompt, "seed": request.seed, "picture": name}
+        path = save_picture(request.out / f"{name}.png", drawing.pixels[0], metadata, good=good)
+        report.artifacts[name] = str(path)
 
 
 def _amax(output: Tensor) -> float:

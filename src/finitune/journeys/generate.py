@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finitune.errors import FileError, FinituneError
-from finitune.journeys.model import SHIPPED, ModelChoice, default_size, display_name, load_model, plan_for
+from finitune.journeys.model import OUTPUT, SHIPPED, ModelChoice, default_size, display_name, load_model, plan_for
 from finitune.report import Level, Report
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     if precision == "planned-half":
         plan = plan_for(request, parts, settings, request.plan, report, progress)
     with in_precision(parts, precision, plan) as running:
-        drawing = draw(running, settings, progress)
+        drawing = draw(running, [settings], progress)
         for trip in running.guard.trips:
             report.add(
                 Level.WARNING,
@@ -117,16 +117,10 @@ def compare_with_bf16(
 ) -> dict[str, object]:
     """Distance of this picture, and of bf16's, to the one that fp32 draws."""
     from finitune.generation.planning import draw_in
-    from finitune.numerics.compare import psnr_db, relative_l2
+    from finitune.journeys.plan import distances
 
-    reference = draw_in(parts, "fp32", settings, progress=progress)
-    bf16 = draw_in(parts, "bf16", settings, progress=progress)
-    return {
-        "psnr_vs_fp32": psnr_db(drawing.pixels.float(), reference.pixels.float(), 255.0),
-        "bf16_psnr_vs_fp32": psnr_db(bf16.pixels.float(), reference.pixels.float(), 255.0),
-        "rel_l2_vs_fp32": relative_l2(drawing.latents, reference.latents),
-        "bf16_rel_l2_vs_fp32": relative_l2(bf16.latents, reference.latents),
-    }
+    others = {name: draw_in(parts, name, [settings], progress=progress) for name in ("fp32", "bf16")}
+    return distances({"planned-half": drawing, **others})
 
 
 def next_command(request: Request, precision: str) -> str:
@@ -162,8 +156,8 @@ def receipt(request: Request, precision: str, fingerprint: str, plan: PrecisionP
 def _save(out: Path | None, drawing: Drawing, metadata: dict[str, object], *, good: bool) -> Path:
     from finitune.generation.picture import read_metadata, save_picture
 
-    out = out or Path("finitune-out") / "{model}-{precision}-{seed}.png".format(**metadata)
-    written = save_picture(out, drawing.pixels, metadata, good=good)
+    out = out or OUTPUT / "{model}-{precision}-{seed}.png".format(**metadata)
+    written = save_picture(out, drawing.pixels[0], metadata, good=good)
     if read_metadata(written) != metadata:
         raise FileError(
             f"{written} does not read back as it was written",

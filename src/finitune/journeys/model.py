@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from finitune.report import Report
 
 SHIPPED = ("pico-anima",)
+OUTPUT = Path("finitune-out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +27,39 @@ class ModelChoice:
     qwen3: Path | None = None
     vae: Path | None = None
     tokenizers: Path | None = None
+    device: str = "auto"
 
 
 def load_model(choice: ModelChoice) -> AnimaParts:
-    """The parts of the chosen model, as stored; raises UsageError or FileError where the choice names none."""
-    from finitune.models.anima.load import load_folder, load_three_files
+    """The parts of the chosen model, as stored, on the chosen device; raises where the choice names none."""
+    device = choose_device(choice.device)
+    parts = _load(choice)
+    for component in ("text_encoder", "text_conditioner", "transformer", "vae"):
+        getattr(parts, component).to(device)
+    return parts
+
+
+def choose_device(name: str) -> str:
+    """`auto` is the first GPU, or the CPU where there is none; raises UsageError for a device that is not there."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"--device {name}: {str(error).splitlines()[0]}",
+            code="DEVICE-NOT-THERE",
+            subject="--device",
+            remedy="Use --device cpu, or auto.",
+        ) from error
+    return name
+
+
+def _load(choice: ModelChoice) -> AnimaParts:
+    from finitune.files.tensorfile import TensorFile
+    from finitune.models.anima.load import load_folder, load_three_files, require_role
     from finitune.models.pico import folder as pico_folder
 
     if choice.model in SHIPPED:
@@ -45,19 +74,16 @@ def load_model(choice: ModelChoice) -> AnimaParts:
             subject=choice.model,
             remedy="MODEL is pico-anima, a diffusers folder, or the DiT file with --qwen3 FILE and --vae FILE.",
         )
-    missing = [option for option, given in (("--qwen3", choice.qwen3), ("--vae", choice.vae)) if given is None]
-    if missing:
-        from finitune.files.sniff import check_safetensors
-
-        check_safetensors(path)
+    if choice.qwen3 is None or choice.vae is None:
+        require_role(TensorFile(path), "dit")
+        missing = " and ".join(o for o, given in (("--qwen3", choice.qwen3), ("--vae", choice.vae)) if not given)
         raise UsageError(
-            f"{path.name} is one file of three: {' and '.join(missing)} missing",
+            f"{path.name} is one file of three: {missing} missing",
             code="MODEL-FILES-MISSING",
             subject=choice.model,
             remedy=f"finitune ... {path.name} --qwen3 qwen_3_06b_base.safetensors --vae qwen_image_vae.safetensors",
         )
-    tokenizers = choice.tokenizers or path.parent
-    return load_three_files(dit=path, qwen3=choice.qwen3, vae=choice.vae, tokenizers=tokenizers)
+    return load_three_files(dit=path, qwen3=choice.qwen3, vae=choice.vae, tokenizers=choice.tokenizers or path.parent)
 
 
 def display_name(choice: ModelChoice) -> str:
@@ -70,6 +96,11 @@ def default_size(choice: ModelChoice) -> str:
     return "64x64" if choice.model in SHIPPED else "1024x1024"
 
 
+def default_plan(choice: ModelChoice) -> Path:
+    """Where the plan of a model is written, and looked for, when no other place is named."""
+    return OUTPUT / f"{display_name(choice)}.plan.toml"
+
+
 def plan_for(
     choice: ModelChoice,
     parts: AnimaParts,
@@ -78,29 +109,57 @@ def plan_for(
     report: Report,
     progress: Progress | None,
 ) -> PrecisionPlan:
-    """The plan to run with: the given file, the shipped one, or one made now on this very prompt."""
-    from finitune.generation.planning import calibrate, plan_model
+    """The plan to run with: the given file, the shipped one, the one made before, or one made now on this prompt."""
     from finitune.models.pico import plan_file
     from finitune.precision.plan import PrecisionPlan
     from finitune.report import Level
 
-    shipped = plan_file() if choice.model in SHIPPED and plan_file().exists() else None
-    chosen = path or shipped
+    own = default_plan(choice)
+    chosen = path or (plan_file() if choice.model in SHIPPED else own if own.exists() else None)
     if chosen:
         plan = PrecisionPlan.load(chosen)
-        plan.check_fingerprint(parts.fingerprint, str(chosen.name))
-        report.add(Level.NOTE, "PLAN-LOADED", chosen.name, f"plan of {_lines(plan)} lines: {plan.calibration}")
+        if path is None and plan.fingerprint != parts.fingerprint:
+            report.add(Level.WARNING, "PLAN-STALE", str(chosen), "it is of another checkpoint; a new one is made")
+            return _make_plan(choice, parts, settings, report, progress)
+        plan.check_fingerprint(parts.fingerprint, str(chosen))
+        report.add(Level.NOTE, "PLAN-LOADED", str(chosen), f"a plan of {_lines(plan)} lines; {plan.calibration}")
         return plan
+    return _make_plan(choice, parts, settings, report, progress)
+
+
+def _make_plan(
+    choice: ModelChoice, parts: AnimaParts, settings: Settings, report: Report, progress: Progress | None
+) -> PrecisionPlan:
+    from finitune.generation.planning import calibrate, plan_model
+    from finitune.report import Level
+
     calls, _ = calibrate(parts, [settings], progress)
     plan = plan_model(parts, display_name(choice), calls, progress=progress)
+    written = write_plan(default_plan(choice), plan)
+    report.artifacts["plan"] = str(written)
     report.add(
         Level.NOTE,
         "PLAN-MADE",
-        display_name(choice),
-        f"no plan was given: one of {_lines(plan)} lines was made on this prompt",
-        remedy=f"Keep one that is proved on more prompts: finitune plan {choice.model} --out plan.toml",
+        str(written),
+        f"a plan of {_lines(plan)} lines was made on this prompt, and will be used again",
+        remedy=f"Have one proved on more prompts: finitune plan {choice.model} --prompts FILE",
     )
     return plan
+
+
+def write_plan(path: Path, plan: PrecisionPlan) -> Path:
+    """Write the plan and read it back; raises FileError where it does not come back as it was."""
+    from finitune.precision.plan import PrecisionPlan
+
+    plan.save(path)
+    if PrecisionPlan.load(path) != plan:
+        raise FileError(
+            f"{path} does not read back as it was written",
+            code="FILE-READ-BACK",
+            subject=str(path),
+            remedy="Check the disk, and write the plan elsewhere: --out FILE",
+        )
+    return path
 
 
 def _lines(plan: PrecisionPlan) -> int:

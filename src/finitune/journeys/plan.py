@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finitune.errors import FileError, FinituneError, UsageError
-from finitune.journeys.model import ModelChoice, default_size, display_name, load_model
+from finitune.journeys.model import ModelChoice, default_plan, default_size, display_name, load_model, write_plan
 from finitune.report import Level, Report, Table
 
 if TYPE_CHECKING:
@@ -31,12 +31,13 @@ class Request(ModelChoice):
     prompts: Path | None = None
     steps: int = 28
     seed: int = 0
+    size: str | None = None
 
     def pictures(self) -> list[Settings]:
         """The calibration pictures: one per prompt, seeds counted up from `seed`."""
         from finitune.generation.settings import Settings, parse_size
 
-        width, height = parse_size(default_size(self))
+        width, height = parse_size(self.size or default_size(self))
         prompts = read_prompts(self.prompts) if self.prompts else DEFAULT_PROMPTS
         return [
             Settings(prompt=prompt, steps=self.steps, seed=self.seed + i, width=width, height=height)
@@ -46,24 +47,21 @@ class Request(ModelChoice):
 
 @dataclass(frozen=True)
 class Proof:
-    """A plan, its certificates by component, and the latents' distance to fp32's beside bf16's."""
+    """A plan with its certificates by component, and the same pictures drawn in fp32, in bf16 and by the plan."""
 
     plan: PrecisionPlan
     certificates: dict[str, Certificate]
-    rel_l2: float
-    bf16_rel_l2: float
-    drawings: dict[str, list[Drawing]]
+    drawings: dict[str, Drawing]
 
     def figures(self) -> dict[str, object]:
-        """The denoiser's certificate and the whole run's errors, as named figures."""
-        certificate = self.certificates["transformer"]
+        """The whole run's errors and the denoiser's certificate, as named figures."""
+        certificates = self.certificates.values()
         return {
-            "rel_l2_vs_fp32": self.rel_l2,
-            "bf16_rel_l2_vs_fp32": self.bf16_rel_l2,
-            **certificate.figures(),
-            "headroom_bits_min": min(c.headroom_bits_min for c in self.certificates.values()),
-            "droppable_lines": sum(c.droppable_lines for c in self.certificates.values()),
-            "lines": sum(c.lines for c in self.certificates.values()),
+            **self.plan.proof["run"],
+            **self.certificates["transformer"].figures(),
+            "headroom_bits_min": min(c.headroom_bits_min for c in certificates),
+            "droppable_lines": sum(c.droppable_lines for c in certificates),
+            "lines": sum(c.lines for c in certificates),
         }
 
 
@@ -85,8 +83,7 @@ def run(request: Request, progress: Progress | None = None) -> Report:
         report.figures.update(proof.figures())
         report.tables.extend(tables(proof))
         judge_proof(report, proof, request.headroom_bits)
-        out = request.out or Path("finitune-out") / f"{display_name(request)}.plan.toml"
-        report.artifacts["plan"] = str(write_plan(out, proof.plan))
+        report.artifacts["plan"] = str(write_plan(request.out or default_plan(request), proof.plan))
     except FinituneError as error:
         return report.fail(error)
     return report
@@ -101,22 +98,31 @@ def plan_and_prove(
 ) -> Proof:
     """The plan of all components, its certificates, and the same pictures drawn in fp32, bf16 and by the plan."""
     from finitune.generation.planning import calibrate, certify, draw_in, plan_model
-    from finitune.numerics.compare import relative_l2
 
     calls, reference = calibrate(parts, pictures, progress)
     plan = plan_model(parts, name, calls, headroom_bits, progress)
     certificates = certify(parts, plan, calls, progress)
     drawings = {
         "fp32": reference,
-        "bf16": [draw_in(parts, "bf16", settings, progress=progress) for settings in pictures],
-        "planned-half": [draw_in(parts, "planned-half", settings, plan, progress) for settings in pictures],
+        "bf16": draw_in(parts, "bf16", pictures, progress=progress),
+        "planned-half": draw_in(parts, "planned-half", pictures, plan, progress),
     }
+    proof = {"run": distances(drawings), **{name: c.figures() for name, c in certificates.items()}}
+    return Proof(replace(plan, proof=proof), certificates, drawings)
 
-    def worst(precision: str) -> float:
-        pairs = zip(drawings[precision], reference, strict=True)
-        return max(relative_l2(ours.latents, theirs.latents) for ours, theirs in pairs)
 
-    return Proof(plan, certificates, worst("planned-half"), worst("bf16"), drawings)
+def distances(drawings: dict[str, Drawing]) -> dict[str, object]:
+    """How far the plan's and bf16's latents and pictures are from fp32's: the worst picture counts."""
+    from finitune.numerics.compare import psnr_db, relative_l2
+
+    reference = drawings["fp32"]
+    figures: dict[str, object] = {}
+    for prefix, drawing in (("", drawings["planned-half"]), ("bf16_", drawings["bf16"])):
+        latents = zip(drawing.latents, reference.latents, strict=True)
+        pixels = zip(drawing.pixels.float(), reference.pixels.float(), strict=True)
+        figures[f"{prefix}rel_l2_vs_fp32"] = max(relative_l2(ours, theirs) for ours, theirs in latents)
+        figures[f"{prefix}psnr_vs_fp32"] = min(psnr_db(ours, theirs, 255.0) for ours, theirs in pixels)
+    return figures
 
 
 def judge_proof(report: Report, proof: Proof, headroom_bits: float) -> None:
@@ -135,8 +141,10 @@ def judge_proof(report: Report, proof: Proof, headroom_bits: float) -> None:
         if certificate.rounded_weights:
             message = f"{certificate.rounded_weights} weights, the tiniest, are not exact in fp16"
             report.add(Level.NOTE, "WEIGHTS-ROUNDED", name, message)
-    if not proof.rel_l2 < proof.bf16_rel_l2:
-        message = f"the plan is further from fp32 ({proof.rel_l2:.2e}) than bf16 is ({proof.bf16_rel_l2:.2e})"
+    run = proof.plan.proof["run"]
+    if not run["rel_l2_vs_fp32"] < run["bf16_rel_l2_vs_fp32"]:
+        ours, theirs = run["rel_l2_vs_fp32"], run["bf16_rel_l2_vs_fp32"]
+        message = f"the plan is further from fp32 ({ours:.2e}) than bf16 is ({theirs:.2e})"
         report.add(Level.ERROR, "PLAN-WORSE-THAN-BF16", proof.plan.model, message, remedy=remedy)
 
 
@@ -165,21 +173,6 @@ def tables(proof: Proof) -> list[Table]:
         Table("plan", ("component", "site", "writes", "exponent", "reason"), tuple(lines)),
         Table("certificate", columns, tuple(certificates)),
     ]
-
-
-def write_plan(path: Path, plan: PrecisionPlan) -> Path:
-    """Write the plan and read it back; raises FileError where it does not come back as it was."""
-    from finitune.precision.plan import PrecisionPlan
-
-    plan.save(path)
-    if PrecisionPlan.load(path) != plan:
-        raise FileError(
-            f"{path} does not read back as it was written",
-            code="FILE-READ-BACK",
-            subject=str(path),
-            remedy="Check the disk, and write the plan elsewhere: --out FILE",
-        )
-    return path
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -5,14 +5,15 @@ CUDA with an fp32 output of the fp16 product: the tensor core's own accumulator,
 CUDA without it, and convolutions there: an fp16 output, after the operands were made smaller by what the bound
 |a b| <= max|a| * max_j sum_i |b_ij| asks for. That result is rounded to fp16 once more, 2**-11 relative.
 
-Whoever sets up a GPU should switch `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` off: where a
-product writes fp16, partial sums may otherwise overflow though the whole sum fits.
+`exact_accumulation` belongs around any run of these: where a product writes fp16, torch lets partial sums be rounded
+to fp16, which may overflow though the whole sum fits.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,26 @@ def linear_product(
         if dtype == torch.float32 and (k or bias is not None) and scales_single(x.device):
             return _single_epilogue(x, weight, bias, 2.0**k)
     return rescaled(product(x, weight.t()), *exponents, bias=bias, dtype=dtype)
+
+
+@contextmanager
+def exact_accumulation() -> Generator[None]:
+    """While open, CUDA products accumulate in fp32 throughout, and fp32 products are fp32 (no TF32)."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    switches = (
+        (matmul, "allow_fp16_reduced_precision_reduction"),
+        (matmul, "allow_bf16_reduced_precision_reduction"),
+        (matmul, "allow_tf32"),
+        (cudnn, "allow_tf32"),
+    )
+    before = [getattr(place, name) for place, name in switches]
+    try:
+        for place, name in switches:
+            setattr(place, name, False)
+        yield
+    finally:
+        for (place, name), value in zip(switches, before, strict=True):
+            setattr(place, name, value)
 
 
 def check_out_dtype(dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from finitune.errors import NumericsError, PlanError, did_you_mean
 from finitune.numerics.formats import exponent_for
 from finitune.precision.plan import ComponentPlan, Line
-from finitune.precision.sites import leaf_norms, product_sites, replace, tensors_in
+from finitune.precision.sites import leaf_norms, named_modules, product_sites, replace, tensors_in
 from finitune.precision.twins import Fp32Norm, Island, product_twin
+
+TINY_WEIGHT = 2.0**-8  # below it, weights of ordinary spread reach into fp16's subnormals
 
 Repair = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -38,7 +40,8 @@ class RootTwin:
         return self.border
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        model: Any = super()  # the model's own class, next in line
+        output = model.forward(*args, **kwargs)
         if self.guard is None or all(bool(t.isfinite().all()) for t in tensors_in(output)):
             return output
         return self.guard(self, args, kwargs)  # type: ignore[arg-type]
@@ -55,9 +58,11 @@ class Applied:
 
     module: nn.Module
     original: nn.Module
-    replaced: list[tuple[str, nn.Module]] = field(default_factory=list)
-    kept_aside: list[tuple[nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
-    stored: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list)
+    replaced: list[tuple[str, nn.Module]] = field(default_factory=list[tuple[str, nn.Module]])
+    kept_aside: list[tuple[nn.Parameter, Tensor, Tensor]] = field(
+        default_factory=list[tuple[nn.Parameter, Tensor, Tensor]]
+    )
+    stored: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list[tuple[nn.Parameter, torch.dtype]])
 
     @property
     def kept_aside_bytes(self) -> int:
@@ -68,6 +73,10 @@ class Applied:
     def rounded_weights(self) -> int:
         """How many weights half could not hold exactly."""
         return sum(values.numel() for _, _, values in self.kept_aside)
+
+    def put(self, site: str, module: nn.Module) -> None:
+        """Put a module in place, and remember the one that stood there."""
+        self.replaced.append((site, replace(self.original, site, module)))
 
     def undo(self) -> nn.Module:
         """Restore the original modules and the bits of every weight; returns the original root."""
@@ -91,23 +100,30 @@ def apply_plan(
     `arithmetic` float16 is the plan itself; bfloat16 and float32 are its measuring and its algebraic form (see
     `twins`). Raises PlanError for a line whose site the model does not have.
     """
-    lines = {line.site: line for line in plan.lines}
-    _check_sites(root, [*lines, *plan.casts])
-    islands = tuple(line.site for line in plan.lines if line.kind == "island")
+    carried = {line.carried_to: line.carry for line in plan.lines if line.carry}
+    _check_sites(root, [*(line.site for line in plan.lines), *carried, *plan.casts])
     applied = Applied(root, root)
-    for site in islands:
-        applied.replaced.append((site, replace(root, site, Island(root.get_submodule(site)))))
-    for site, module in product_sites(root).items():
-        if not _within(site, islands):
-            default = Line(site, out="fp16", weight_exponent=weight_exponent(site, module))
-            twin = product_twin(module, lines.get(site, default), arithmetic)
-            applied.replaced.append((site, replace(root, site, twin)))
+    lines = product_lines(root, plan)
+    for site in plan.islands:
+        applied.put(site, Island(root.get_submodule(site)))
+    for site, line in lines.items():
+        applied.put(site, product_twin(root.get_submodule(site), line, arithmetic, carried.get(site, 0)))
     for site in plan.casts:
-        if not _within(site, islands):
-            applied.replaced.append((site, replace(root, site, Fp32Norm(root.get_submodule(site), arithmetic))))
+        if not plan.in_island(site):
+            applied.put(site, Fp32Norm(root.get_submodule(site), arithmetic))
     _store(root, arithmetic, applied)
     applied.module = _root_twin(root, arithmetic if plan.border == "fp16" else torch.float32, guard)
     return applied
+
+
+def product_lines(root: nn.Module, plan: ComponentPlan) -> dict[str, Line]:
+    """What holds at every product outside of the islands: the plan's line, or plain fp16."""
+    lines = {line.site: line for line in plan.lines}
+    return {
+        site: lines.get(site) or Line(site, out="fp16", weight_exponent=weight_exponent(site, module))
+        for site, module in product_sites(root).items()
+        if not plan.in_island(site)
+    }
 
 
 def apply_current(root: nn.Module, *, masters: bool = False) -> Applied:
@@ -118,18 +134,17 @@ def apply_current(root: nn.Module, *, masters: bool = False) -> Applied:
     applied = Applied(root, root)
     for site, module in product_sites(root).items():
         line = Line(site, exponent=None, weight_exponent=0 if masters else weight_exponent(site, module))
-        twin = product_twin(module, line, torch.float16)
-        applied.replaced.append((site, replace(root, site, twin)))
+        applied.put(site, product_twin(module, line, torch.float16))
     if not masters:
         for site in leaf_norms(root):
-            applied.replaced.append((site, replace(root, site, Fp32Norm(root.get_submodule(site), torch.float32))))
+            applied.put(site, Fp32Norm(root.get_submodule(site), torch.float32))
         _store(root, torch.float16, applied)
     applied.module = _root_twin(root, torch.float32, None)
     return applied
 
 
 @contextmanager
-def stored_as(root: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
+def stored_as(root: nn.Module, dtype: torch.dtype) -> Generator[nn.Module, None, None]:
     """`root` with its floating parameters cast to `dtype`, and its own bits back afterwards."""
     originals = [(p, p.data) for p in root.parameters() if p.is_floating_point()]
     try:
@@ -142,7 +157,10 @@ def stored_as(root: nn.Module, dtype: torch.dtype) -> Iterator[nn.Module]:
 
 
 def weight_exponent(site: str, product: nn.Module) -> int:
-    """The power of two that a weight must be divided by to fit fp16, almost always 0; raises for a non-finite one."""
+    """The power of two that a weight is divided by to be stored in fp16, almost always 0; raises for a non-finite one.
+
+    Positive for a weight beyond fp16; negative for one so small that its bits would be lost in the subnormals.
+    """
     weight: Tensor = product.weight  # type: ignore[assignment]
     amax = float(weight.detach().abs().max())
     if not math.isfinite(amax):
@@ -152,7 +170,7 @@ def weight_exponent(site: str, product: nn.Module) -> int:
             subject=f"{site}.weight",
             remedy="The file is damaged, or was saved after a run that went wrong: get it again.",
         )
-    return exponent_for(amax, 0)
+    return math.frexp(amax)[1] if 0 < amax < TINY_WEIGHT else exponent_for(amax, 0)
 
 
 def _root_twin(root: nn.Module, border: torch.dtype, guard: Repair | None) -> nn.Module:
@@ -177,7 +195,7 @@ def _store(root: nn.Module, half: torch.dtype, applied: Applied) -> None:
 
 
 def _check_sites(root: nn.Module, sites: Iterable[str]) -> None:
-    known = dict(root.named_modules())
+    known = dict(named_modules(root))
     for site in sites:
         if site not in known:
             raise PlanError(
@@ -187,7 +205,3 @@ def _check_sites(root: nn.Module, sites: Iterable[str]) -> None:
                 evidence={"modules": len(known)},
                 remedy="Make a plan for this model: finitune plan MODEL --out FILE",
             )
-
-
-def _within(site: str, islands: tuple[str, ...]) -> bool:
-    return any(site == island or site.startswith(island + ".") for island in islands)

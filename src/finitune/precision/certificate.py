@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from finitune.numerics.compare import relative_l2, sqnr_db
 from finitune.numerics.formats import headroom_bits
-from finitune.precision.apply import apply_plan, stored_as
+from finitune.precision.apply import apply_plan, product_lines, stored_as
 from finitune.precision.plan import ComponentPlan, Line
-from finitune.precision.planner import Call, held_amax, is_needed, record, tensor_core
-from finitune.precision.sites import product_sites, tensors_in
+from finitune.precision.planner import Call, held_amax, is_needed, record, spread, tensor_core
+from finitune.precision.sites import tensors_in
 from finitune.precision.tape import Tape
 from finitune.precision.twins import product_twin
 
@@ -77,8 +77,8 @@ def prove(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call], asked_bit
     applied.undo()
     raw = _raw_half_bytes(root, calls[:1])
     one = _bytes_of(root, plan, calls[:1])
-    droppable = [line for line in plan.lines if not is_needed(root, plan, line, calls, asked_bits)]
-    ours_db, bf16_db = zip(*sites.values(), strict=True)
+    droppable = [line for line in plan.lines if not _needed_by_any(root, plan, line, calls, asked_bits)]
+    ours_db, bf16_db = zip(*sites.values() or [(math.inf, math.inf)], strict=True)  # an island has no error of its own
     return Certificate(
         calls=len(calls),
         lines=len(plan.lines),
@@ -99,6 +99,11 @@ def prove(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call], asked_bit
     )
 
 
+def _needed_by_any(root: nn.Module, plan: ComponentPlan, line: Line, calls: Sequence[Call], asked_bits: float) -> bool:
+    """Try the drop on one call, on a few, and on all of them only where these did not fail."""
+    return any(is_needed(root, plan, line, some, asked_bits) for some in (calls[:1], spread(calls), calls))
+
+
 def least_headroom(plan: ComponentPlan, tape: Tape) -> float:
     """Bits between the largest magnitude that fp16 had to hold anywhere and 65504; -inf if one was not finite."""
     lines = {line.site: line for line in plan.lines}
@@ -116,23 +121,21 @@ def site_errors(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call]) -> 
 
     The least over `calls`; `root` computes in fp32.
     """
-    lines = {line.site: line for line in plan.lines}
     worst: dict[str, tuple[float, float]] = {}
 
-    def hook(site: str, line: Line) -> Any:
+    def hook(line: Line) -> Any:
         def compare(module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
-            islanded = any(site.startswith(other.site) for other in plan.lines if other.kind == "island")
-            ours = y if islanded else _at(module, line, torch.float16, args)
-            bf16 = _at(module, Line(site, out="fp16"), torch.bfloat16, args)
+            ours = _at(module, line, torch.float16, args)
+            bf16 = _at(module, Line(line.site, out="fp16"), torch.bfloat16, args)
             pair = (sqnr_db(ours.float(), y), sqnr_db(bf16.float(), y))
-            old = worst.get(site, pair)
-            worst[site] = (min(old[0], pair[0]), min(old[1], pair[1]))
+            old = worst.get(line.site, pair)
+            worst[line.site] = (min(old[0], pair[0]), min(old[1], pair[1]))
 
         return compare
 
     handles = [
-        module.register_forward_hook(hook(site, lines.get(site, Line(site, out="fp16"))))
-        for site, module in product_sites(root).items()
+        root.get_submodule(site).register_forward_hook(hook(line))
+        for site, line in _on_true_values(product_lines(root, plan), plan).items()
     ]
     try:
         for call in calls:
@@ -143,10 +146,20 @@ def site_errors(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call]) -> 
     return worst
 
 
+def _on_true_values(lines: dict[str, Line], plan: ComponentPlan) -> dict[str, Line]:
+    """The lines as they act on inputs and results that nobody has divided on the way."""
+    for line in plan.lines:
+        if line.carry:
+            lines[line.site] = replace(line, carry=0, carried_to="", out="fp32")
+            reader = lines[line.carried_to]
+            lines[line.carried_to] = replace(reader, exponent=(reader.exponent or 0) + line.carry)
+    return lines
+
+
 def _at(module: nn.Module, line: Line, arithmetic: torch.dtype, args: tuple[Any, ...]) -> Tensor:
     """One product on the given inputs, in the line's precision."""
     twin = product_twin(module, line, arithmetic)
-    twin._forward_hooks = OrderedDict()  # the copy shares those of the original, this comparison among them
+    twin.__dict__["_forward_hooks"] = OrderedDict()  # the copy shares those of the original, this comparison among them
     for name, parameter in twin.named_parameters(recurse=False):
         setattr(twin, name, nn.Parameter(parameter.data.to(arithmetic), requires_grad=False))
     return twin(*args)

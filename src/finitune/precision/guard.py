@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from finitune.precision.dataflow import source_of
 from finitune.precision.plan import ComponentPlan, Line
-from finitune.precision.planner import Call, record, source_of
+from finitune.precision.planner import Call, record
 from finitune.precision.probe import is_finite
 from finitune.precision.sites import product_sites
 from finitune.precision.tape import Row
@@ -36,7 +37,8 @@ class Trip:
 class Guard:
     """Repairs a planned component in place when its output is not finite; `trips` tells what was done."""
 
-    trips: list[Trip] = field(default_factory=list)
+    trips: list[Trip] = field(default_factory=list[Trip])
+    _before: tuple[int | None, str] = (0, "fp16")
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call again until it is finite, with one more measured site each time.
@@ -51,7 +53,11 @@ class Guard:
             for _ in range(MAX_REPAIRS):
                 if is_finite(output) or not is_finite((args, kwargs)) or not self._repair_one(module, call):
                     break
-                output = module(*args, **kwargs)
+                try:
+                    output = module(*args, **kwargs)
+                except RuntimeError:  # the model refuses an fp32 result at this place
+                    self._take_back(module)
+                    break
             return output
         finally:
             module.guard = guard  # type: ignore[assignment]
@@ -76,6 +82,11 @@ class Guard:
         twin = product_sites(module)[source.site]
         if not isinstance(twin, HalfProduct) or twin.exponent is None:
             return False
+        self._before = (twin.exponent, twin.out)
         twin.exponent, twin.out = None, "fp32"
         self.trips.append(Trip(row.name, source.site, row.input_amax))
         return True
+
+    def _take_back(self, module: nn.Module) -> None:
+        twin: Any = product_sites(module)[self.trips.pop().site]
+        twin.exponent, twin.out = self._before

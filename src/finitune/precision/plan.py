@@ -16,6 +16,7 @@ from typing import Any, Literal
 from finitune.errors import PlanError
 
 PLAN_FORMAT = 1
+MAX_EXPONENT = 126
 Kind = Literal["product", "island"]
 
 
@@ -24,8 +25,9 @@ class Line:
     """One deviation from plain fp16.
 
     product: operands stay fp16, the input is divided by 2**exponent (None: by a power of two measured in each call),
-    the stored weight by 2**weight_exponent, and the result is written in `out`. island: the whole module computes
-    in fp32.
+    the stored weight by 2**weight_exponent, and the result is written in `out`. With `carry` the result is stored
+    divided by 2**carry, and `carried_to`, the product that reads it through linear operations alone (the values of an
+    attention), multiplies it back. island: the whole module computes in fp32.
     """
 
     site: str
@@ -33,9 +35,20 @@ class Line:
     out: Literal["fp16", "fp32"] = "fp32"
     exponent: int | None = 0
     weight_exponent: int = 0
+    carry: int = 0
+    carried_to: str = ""
     reason: str = ""
     input_amax: float = 0.0
     output_amax: float = 0.0
+
+    def __post_init__(self) -> None:
+        powers = (self.exponent or 0, self.weight_exponent, self.carry)
+        if any(type(power) is not int or abs(power) > MAX_EXPONENT for power in powers):
+            raise ValueError(f"{self.site}: exponents {powers} are not whole numbers up to {MAX_EXPONENT}")
+        if self.kind not in ("product", "island") or self.out not in ("fp16", "fp32"):
+            raise ValueError(f"{self.site}: no such kind or out: {self.kind}, {self.out}")
+        if bool(self.carry) != bool(self.carried_to):
+            raise ValueError(f"{self.site}: carry and carried_to go together")
 
 
 @dataclass(frozen=True)
@@ -51,20 +64,33 @@ class ComponentPlan:
         return replace(self, lines=tuple(kept for kept in self.lines if kept != line))
 
     def with_line(self, line: Line) -> ComponentPlan:
-        """The same plan with `line` added, in place of an earlier line of its site."""
-        kept = tuple(other for other in self.lines if other.site != line.site)
+        """The same plan with `line` added, in place of earlier lines of its site, or within it if it is an island."""
+        inside = f"{line.site}." if line.kind == "island" else None
+        kept = (o for o in self.lines if o.site != line.site and not (inside and o.site.startswith(inside)))
         return replace(self, lines=(*kept, line))
+
+    @property
+    def islands(self) -> tuple[str, ...]:
+        """The modules that compute in fp32."""
+        return tuple(line.site for line in self.lines if line.kind == "island")
+
+    def in_island(self, site: str) -> bool:
+        """True for an island and for every module within one."""
+        return any(site == island or site.startswith(f"{island}.") for island in self.islands)
 
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """A checkpoint's plan: per component, with the fingerprint that it belongs to and what it was measured on."""
+    """A checkpoint's plan: per component, with the fingerprint that it belongs to, what it was measured on, and the
+    figures that prove it, by component and for the whole `run`.
+    """
 
     model: str
     fingerprint: str
     headroom_bits: float
     calibration: str = ""
-    components: dict[str, ComponentPlan] = field(default_factory=dict)
+    components: dict[str, ComponentPlan] = field(default_factory=dict[str, ComponentPlan])
+    proof: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
     def check_fingerprint(self, fingerprint: str, subject: str) -> None:
         """Refuse to serve another checkpoint; raises PlanError."""
@@ -81,7 +107,7 @@ class PrecisionPlan:
         """The plan as TOML text; equal plans give equal text."""
         import tomlkit
 
-        document = tomlkit.document()
+        document: Any = tomlkit.document()  # tomlkit leaves the items of its containers untyped
         document.add(tomlkit.comment("finitune precision plan: every deviation from plain fp16, with its reason."))
         document.update(
             {
@@ -92,15 +118,19 @@ class PrecisionPlan:
                 "calibration": self.calibration,
             }
         )
+        components: Any = tomlkit.table(is_super_table=True)
         for name, component in self.components.items():
-            table = tomlkit.table()
+            table: Any = tomlkit.table()
             table.update({"border": component.border, "casts": _listed(component.casts)})
-            lines = tomlkit.aot()
+            lines: Any = tomlkit.aot()
             for line in component.lines:
                 lines.append(tomlkit.item(_as_dict(line)))
             if component.lines:
                 table.append("line", lines)
-            document.append(name, table)
+            components.append(name, table)
+        document.append("components", components)
+        if self.proof:
+            document.append("proof", tomlkit.item(self.proof))
         return tomlkit.dumps(document)
 
     def save(self, path: Path) -> None:
@@ -116,12 +146,12 @@ class PrecisionPlan:
         from tomlkit.exceptions import TOMLKitError
 
         try:
-            data = tomlkit.parse(text).unwrap()
+            data: dict[str, Any] = tomlkit.parse(text).unwrap()
             if data["format"] != PLAN_FORMAT:
                 raise _unreadable(subject, f"format {data['format']} is not {PLAN_FORMAT}")
-            components = {name: _component(table) for name, table in data.items() if isinstance(table, dict)}
+            components = {name: _component(table) for name, table in data.get("components", {}).items()}
             keys = ("model", "fingerprint", "headroom_bits", "calibration")
-            return cls(**{key: data[key] for key in keys}, components=components)
+            return cls(**{key: data[key] for key in keys}, components=components, proof=data.get("proof", {}))
         except (TOMLKitError, KeyError, TypeError, ValueError) as error:
             raise _unreadable(subject, f"{type(error).__name__}: {error}") from error
 
@@ -140,22 +170,23 @@ def _as_dict(line: Line) -> dict[str, Any]:
     data["exponent"] = "current" if line.exponent is None else line.exponent
     if line.weight_exponent:
         data["weight_exponent"] = line.weight_exponent
+    if line.carry:
+        data.update(carry=line.carry, carried_to=line.carried_to)
     data.update(reason=line.reason, input_amax=line.input_amax, output_amax=line.output_amax)
     return data
 
 
 def _component(table: dict[str, Any]) -> ComponentPlan:
-    lines = [
-        Line(**{**line, "exponent": None if line["exponent"] == "current" else line["exponent"]})
-        for line in table.get("line", [])
-    ]
-    return ComponentPlan(tuple(lines), tuple(table["casts"]), table["border"])
+    lines: list[dict[str, Any]] = [dict(line) for line in table.get("line", [])]
+    for line in lines:
+        line["exponent"] = None if line["exponent"] == "current" else line["exponent"]
+    return ComponentPlan(tuple(Line(**line) for line in lines), tuple(table["casts"]), table["border"])
 
 
 def _listed(items: Iterable[str]) -> Any:
     import tomlkit
 
-    array = tomlkit.array()
+    array: Any = tomlkit.array()
     array.extend(items)
     return array.multiline(bool(array))
 

@@ -23,11 +23,14 @@ from finitune.errors import NumericsError
 from finitune.numerics import simulate
 from finitune.numerics.formats import HALF, exponent_for
 from finitune.precision.apply import apply_plan, weight_exponent
+from finitune.precision.dataflow import source_of, value_reader
 from finitune.precision.plan import ComponentPlan, Line
 from finitune.precision.sites import leaf_norms, product_sites
 from finitune.precision.tape import Recorder, Row, Tape
 
+HALF_STAND_IN = torch.bfloat16
 MAX_ROUNDS = 200
+PLANNING_CALLS = 6
 
 
 @dataclass(frozen=True)
@@ -57,14 +60,34 @@ def tensor_core(root: nn.Module) -> AbstractContextManager[Any]:
     return simulate.half() if device.type == "cpu" else nullcontext()
 
 
+def spread(calls: Sequence[Call], count: int = PLANNING_CALLS) -> list[Call]:
+    """`count` calls spread evenly over all of them, the first and the last among them."""
+    if len(calls) <= count:
+        return list(calls)
+    return [calls[round(i * (len(calls) - 1) / (count - 1))] for i in range(count)]
+
+
 @torch.no_grad()
 def record(module: nn.Module, calls: Sequence[Call], half: torch.dtype = torch.float16) -> Recorder:
     """Run the calls under a recorder and return it."""
     recorder = Recorder(module, half)
     with tensor_core(module), recorder:
         for call in calls:
-            call.run(module)
+            try:
+                call.run(module)
+            except RuntimeError as error:
+                if "type" not in str(error) or not recorder.failed_at:
+                    raise
+                raise DtypesRefused(recorder.failed_at, str(error).splitlines()[0]) from error
     return recorder
+
+
+class DtypesRefused(RuntimeError):
+    """An operation inside the module `site` does not take operands of different dtypes."""
+
+    def __init__(self, site: str, message: str):
+        super().__init__(message)
+        self.site = site
 
 
 @dataclass(frozen=True)
@@ -87,11 +110,24 @@ def plan_component(
     non-finite without any half in it: precision is not the cause then.
     """
     plan = ComponentPlan(border=border)
+    for some in (spread(calls), calls):  # most lines show on a few calls; all of them are held against every call
+        plan, tape = _cured(root, plan, some, headroom_bits)
+    return _minimal(root, _explained(plan, tape), calls, headroom_bits)
+
+
+def _cured(
+    root: nn.Module, plan: ComponentPlan, calls: Sequence[Call], headroom_bits: float
+) -> tuple[ComponentPlan, Tape]:
+    """Measure and add lines until everything fits on `calls`; the plan and the last measurement."""
     for _ in range(MAX_ROUNDS):
-        tape, plan = measure(root, plan, calls)
+        try:
+            tape, plan = measure(root, plan, calls)
+        except DtypesRefused as refused:
+            plan = plan.with_line(_island(refused.site, f"it refuses mixed dtypes: {refused}"))
+            continue
         lines = cures(root, plan, tape, headroom_bits)
         if not lines:
-            return _explained(_minimal(root, plan, calls, headroom_bits), tape)
+            return plan, tape
         for line in lines:
             plan = plan.with_line(line)
     raise NumericsError(
@@ -106,9 +142,9 @@ def plan_component(
 def measure(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call]) -> tuple[Tape, ComponentPlan]:
     """The ranges of `plan`'s flow of dtypes, and the plan with its casts: the norms that read fp32."""
     everywhere = replace(plan, casts=tuple(leaf_norms(root)))
-    applied = apply_plan(root, everywhere, torch.bfloat16)
+    applied = apply_plan(root, everywhere, HALF_STAND_IN)
     try:
-        recorder = record(applied.module, calls, torch.bfloat16)
+        recorder = record(applied.module, calls, HALF_STAND_IN)
     finally:
         applied.undo()
     casts = tuple(site for site, dtype in recorder.norm_inputs.items() if dtype == torch.float32)
@@ -125,11 +161,11 @@ def measure(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call]) -> tupl
     return tape, replace(plan, casts=casts)
 
 
-def misfits(plan: ComponentPlan, tape: Tape, headroom_bits: float, half: torch.dtype = torch.bfloat16) -> list[Misfit]:
+def misfits(plan: ComponentPlan, tape: Tape, headroom_bits: float, half: torch.dtype = HALF_STAND_IN) -> list[Misfit]:
     """What fp16 would have to hold and cannot, with `headroom_bits` to spare, in order of execution."""
     limit = HALF.max * 2.0**-headroom_bits
     lines = {line.site: line for line in plan.lines}
-    found = []
+    found: list[Misfit] = []
     meant = tape.meant()
     for number, row in enumerate(tape.rows):
         amax = held_amax(row, lines.get(row.site), half)
@@ -152,64 +188,54 @@ def held_amax(row: Row, line: Line | None, half: torch.dtype) -> float:
 def cures(root: nn.Module, plan: ComponentPlan, tape: Tape, headroom_bits: float) -> list[Line]:
     """The next lines: every product that does not fit, or else the source of the first sum or gate that does not."""
     found = misfits(plan, tape, headroom_bits)
-    own = [line_for(root, m.row, headroom_bits, half=torch.bfloat16) for m in found if m.row.is_product]
+    own = [line_for(root, tape, m.row, headroom_bits) for m in found if m.row.is_product]
     if own or not found:
         return own
     row = found[0].row
-    source = source_of(tape, row, torch.bfloat16)
+    source = source_of(tape, row, HALF_STAND_IN)
     if source is None:
-        return [_island(row)]
-    line = line_for(root, source, headroom_bits, wide=True, half=torch.bfloat16)
+        return [_island(row.site, f"{row.name} reaches {row.amax:.3g}, no product upstream can be widened", row.amax)]
+    line = line_for(root, tape, source, headroom_bits, wide=True)
     return [replace(line, reason=f"{row.name} reaches {row.amax:.3g}; fp32 here makes it fp32")]
 
 
-def line_for(root: nn.Module, row: Row, headroom_bits: float, *, wide: bool = False, half: torch.dtype) -> Line:
-    """The line that makes a product fit: fp32 result where that (or `wide`) asks for it, and the powers of two."""
-    wide = wide or row.dtype != half or row.amax > HALF.max * 2.0**-headroom_bits
-    exponent = exponent_for(max(row.input_amax, row.amax if wide else 0.0), headroom_bits)
-    reached = f"result reaches {row.amax:.3g}" if wide else f"input reaches {row.input_amax:.3g}"
+def line_for(root: nn.Module, tape: Tape, row: Row, headroom_bits: float, *, wide: bool = False) -> Line:
+    """The line that makes a product fit: an fp32 result where its range (or `wide`) asks for it, and powers of two."""
     limit = HALF.max * 2.0**-headroom_bits
-    return Line(
+    line = Line(
         row.site,
-        out="fp32" if wide else "fp16",
-        exponent=exponent,
+        out="fp16",
+        exponent=exponent_for(row.input_amax, headroom_bits),
         weight_exponent=weight_exponent(row.site, product_sites(root)[row.site]),
-        reason=f"{reached}; with {headroom_bits:g} bits to spare fp16 holds {limit:.5g}",
+        reason=f"input reaches {row.input_amax:.3g}, limit {limit:.5g}",
         input_amax=row.input_amax,
         output_amax=row.amax,
     )
+    if not (wide or row.dtype != HALF_STAND_IN or row.amax > limit):
+        return line
+    reached = f"result reaches {row.amax:.3g}, limit {limit:.5g}"
+    reader = None if wide else value_reader(tape, row)
+    if reader and row.dtype == HALF_STAND_IN:
+        carry = exponent_for(row.amax, headroom_bits)
+        return replace(line, carry=carry, carried_to=reader, reason=f"{reached}; an attention's values")
+    exponent = exponent_for(max(row.input_amax, row.amax), headroom_bits)
+    return replace(line, out="fp32", exponent=exponent, reason=reached)
 
 
-def source_of(tape: Tape, row: Row, half: torch.dtype) -> Row | None:
-    """The nearest product upstream of `row` that writes half, along the largest operands first."""
-    seen: set[int] = set()
-
-    def search(candidate: Row) -> Row | None:
-        if candidate.is_product:
-            return candidate if candidate.dtype == half else None
-        if candidate.ends_norm:
-            return None
-        operands = [n for n in candidate.operands if n not in seen]
-        seen.update(operands)
-        ranked = sorted((tape.rows[n] for n in operands), key=lambda r: -r.amax)
-        return next((found for found in map(search, ranked) if found), None)
-
-    return search(row)
-
-
-def _island(row: Row) -> Line:
-    return Line(
-        row.site,
-        kind="island",
-        reason=f"{row.name} reaches {row.amax:.3g} and no product upstream can be widened",
-        output_amax=row.amax,
-    )
+def _island(site: str, why: str, amax: float = 0.0) -> Line:
+    return Line(site, kind="island", reason=why, output_amax=amax)
 
 
 def _minimal(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call], headroom_bits: float) -> ComponentPlan:
-    """Drop each line in turn, for good where nothing then fails to fit."""
+    """Drop each line in turn, for good where everything still fits without it.
+
+    A product whose own input or result is out of range needs its line whatever the others do; only a line that is
+    there for somebody else's sake has to be tried.
+    """
+    limit = HALF.max * 2.0**-headroom_bits
     for line in plan.lines:
-        if not is_needed(root, plan, line, calls, headroom_bits):
+        own = line.kind == "product" and max(line.input_amax, line.output_amax) > limit
+        if not own and not is_needed(root, plan, line, calls, headroom_bits):
             plan = plan.without(line)
     return measure(root, plan, calls)[1]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from finitune.numerics.formats import HALF, SINGLE, headroom_bits
 from finitune.numerics.stats import amax_into
 from finitune.precision.sites import ModulePath, tensors_in
 
+RANGES_FORMAT = 1
 MAX_FP32 = SINGLE.max
 
 
@@ -38,8 +39,8 @@ class Ranges:
     A NaN or an infinity in a site's output makes its range NaN or infinite.
     """
 
-    sites: list[str] = field(default_factory=list)
-    forwards: list[list[float]] = field(default_factory=list)
+    sites: list[str] = field(default_factory=list[str])
+    forwards: list[list[float]] = field(default_factory=list[list[float]])
     checkpoint: str = ""
 
     @property
@@ -47,8 +48,7 @@ class Ranges:
         """Site -> largest magnitude over all forwards."""
         if not self.forwards:
             return {}
-        peaks = torch.tensor(self.forwards).amax(0)
-        return dict(zip(self.sites, peaks.tolist(), strict=True))
+        return dict(zip(self.sites, _largest(self.forwards), strict=True))
 
     @property
     def headroom_bits(self) -> dict[str, float]:
@@ -78,14 +78,14 @@ class Ranges:
             )
         mine, theirs = self.amax, other.amax
         sites = list(dict.fromkeys([*mine, *theirs]))
-        peaks = [max(mine.get(site, 0.0), theirs.get(site, 0.0)) for site in sites]
+        peaks = _largest([[ranges.get(site, 0.0) for site in sites] for ranges in (mine, theirs)])
         return Ranges(sites, [peaks], self.checkpoint)
 
     def save(self, path: Path) -> None:
         """Write the ranges file (JSON), whole or not at all."""
         from finitune.files.writer import write_text
 
-        data = {"format": 1, "checkpoint": self.checkpoint, "torch": torch.__version__, "amax": self.amax}
+        data = {"format": RANGES_FORMAT, "checkpoint": self.checkpoint, "torch": torch.__version__, "amax": self.amax}
         write_text(path, json.dumps(data, indent=1))
 
     @classmethod
@@ -93,6 +93,8 @@ class Ranges:
         """Read a ranges file; raises FileError where it is not one."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+            if data["format"] != RANGES_FORMAT:
+                raise ValueError(f"format {data['format']} is not {RANGES_FORMAT}")
             amax: Mapping[str, float] = data["amax"]
             return cls(list(amax), [[float(value) for value in amax.values()]], str(data["checkpoint"]))
         except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -105,7 +107,7 @@ class Ranges:
 
 
 @contextmanager
-def probe(root: nn.Module, checkpoint: str = "") -> Iterator[Ranges]:
+def probe(root: nn.Module, checkpoint: str = "") -> Generator[Ranges, None, None]:
     """L1: measure the range of every module's output while the context is open.
 
     >>> import torch
@@ -133,7 +135,18 @@ def probe(root: nn.Module, checkpoint: str = "") -> Iterator[Ranges]:
             buffer.zero_()
 
     path = ModulePath(root, on_leave=leave)
-    with path:
-        yield ranges
-    ranges.sites = [site or "(root)" for site in slots]
-    ranges.forwards = [snapshot[: len(slots)].tolist() for snapshot in snapshots]
+    try:
+        with path:
+            yield ranges
+    finally:
+        ranges.sites = [site or "(root)" for site in slots]
+        ranges.forwards = [_floats(snapshot[: len(slots)]) for snapshot in snapshots]
+
+
+def _largest(rows: list[list[float]]) -> list[float]:
+    """The largest of each column; a NaN wins."""
+    return _floats(torch.tensor(rows, dtype=torch.float64).amax(0))
+
+
+def _floats(values: Tensor) -> list[float]:
+    return cast("list[float]", values.tolist())  # pyright: ignore[reportUnknownMemberType]  # torch leaves it untyped

@@ -6,13 +6,19 @@ a leaf norm is a childless module that normalises, recognised by its class name 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 PRODUCT_CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of `root` with its dotted name, '' for the root; a shared module once, under its first name."""
+    yield from root.named_modules()
 
 
 def is_product(module: nn.Module) -> bool:
@@ -27,12 +33,12 @@ def is_leaf_norm(module: nn.Module) -> bool:
 
 def product_sites(root: nn.Module) -> dict[str, nn.Module]:
     """Every product site of `root` by name; a shared module appears under its first name."""
-    return {name: module for name, module in root.named_modules() if name and is_product(module)}
+    return {name: module for name, module in named_modules(root) if name and is_product(module)}
 
 
 def leaf_norms(root: nn.Module) -> dict[str, nn.Module]:
     """Every leaf norm of `root` by name."""
-    return {name: module for name, module in root.named_modules() if name and is_leaf_norm(module)}
+    return {name: module for name, module in named_modules(root) if name and is_leaf_norm(module)}
 
 
 def replace(root: nn.Module, site: str, module: nn.Module) -> nn.Module:
@@ -47,7 +53,8 @@ def replace(root: nn.Module, site: str, module: nn.Module) -> nn.Module:
 class ModulePath:
     """The dotted path of the module that is running, kept by hooks while the context is open.
 
-    `on_enter(site, module, inputs)` and `on_leave(site, module, inputs, output)` are called at each border.
+    `on_enter(site, module, inputs)` and `on_leave(site, module, inputs, output)` are called at each border. After an
+    exception `failed_at` is the innermost module that it left.
     """
 
     def __init__(
@@ -60,6 +67,7 @@ class ModulePath:
         self._on_enter = on_enter
         self._on_leave = on_leave
         self._stack: list[str] = []
+        self.failed_at = ""
         self._handles: list[RemovableHandle] = []
 
     @property
@@ -73,7 +81,7 @@ class ModulePath:
         return len(self._stack)
 
     def __enter__(self) -> ModulePath:
-        for site, module in self._root.named_modules():
+        for site, module in named_modules(self._root):
             self._handles.append(module.register_forward_pre_hook(self._enter(site), with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave(site), with_kwargs=True, always_call=True))
         return self
@@ -94,6 +102,8 @@ class ModulePath:
 
     def _leave(self, site: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if sys.exc_info()[0] is not None:
+                self.failed_at = self.failed_at or site  # the innermost module leaves first
             if self._on_leave:
                 self._on_leave(site, module, (args, kwargs), output)
             if self._stack:
@@ -102,15 +112,13 @@ class ModulePath:
         return hook
 
 
-def tensors_in(value: Any) -> Iterator[Any]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors inside nested tuples, lists, dicts and model outputs, in order."""
-    from torch import Tensor
-
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
-        for item in value.values():
+        for item in cast("dict[Any, Any]", value).values():
             yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
-        for item in value:
+        for item in cast("Sequence[Any]", value):
             yield from tensors_in(item)

@@ -8,9 +8,9 @@ device buffer, one fused reduction each; nothing is read back before the run end
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from finitune.precision.twins import Fp32Norm
 CONSTANT_OPS = frozenset(
     {"full", "full_like", "fill_", "masked_fill", "masked_fill_", "where", "scalar_tensor", "zeros"}
 )
+
+#: Operations whose result is whatever the memory held.
+UNWRITTEN_OPS = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
 
 
 @dataclass
@@ -55,7 +58,7 @@ class Row:
 class Tape:
     """The rows of one or more runs of the same model, ranges merged by maximum."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list[Row])
 
     @property
     def flops(self) -> int:
@@ -93,12 +96,13 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, root: nn.Module, half: torch.dtype = torch.float16, capacity: int = 1 << 15):
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch leaves its argument untyped
         self._half = half
         self._rows: list[Row] = []
         self._numbers: dict[tuple[str, str, int], int] = {}
         self._occurrences: dict[tuple[str, str], int] = {}
-        self._made_by = WeakIdKeyDictionary()
+        self._made_by: MutableMapping[Tensor, int] = WeakIdKeyDictionary()
+        self._numels: dict[int, int] = {}
         self._path = ModulePath(root, self._enter, self._leave)
         self._inside_product = 0
         self.norm_inputs: dict[str, torch.dtype] = {}
@@ -111,12 +115,18 @@ class Recorder(TorchDispatchMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # pyright: ignore[reportUnknownMemberType]  # torch leaves it untyped
         self._path.__exit__()
+
+    @property
+    def failed_at(self) -> str:
+        """The innermost module that an exception left; '' where there was none."""
+        return self._path.failed_at
 
     def tape(self) -> Tape:
         """The rows so far, with their ranges read back from the device."""
-        for row, (input_amax, amax) in zip(self._rows, self._slots.tolist(), strict=False):
+        ranges = cast("list[list[float]]", self._slots.tolist())  # pyright: ignore[reportUnknownMemberType]  # untyped
+        for row, (input_amax, amax) in zip(self._rows, ranges, strict=False):
             row.input_amax, row.amax = input_amax, amax
         return Tape(self._rows)
 
@@ -128,9 +138,9 @@ class Recorder(TorchDispatchMode):
 
     def _leave(self, site: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if is_product(module):
-            self._inside_product -= 1
-            if not self._inside_product and isinstance(output, Tensor):
+            if self._inside_product == 1 and isinstance(output, Tensor):
                 self._record_site(site, module, next(tensors_in(inputs)), output)
+            self._inside_product -= 1  # last: the measuring itself is no operation of the model
         elif isinstance(module, Fp32Norm) or is_leaf_norm(module):
             if isinstance(module, Fp32Norm):
                 self.norm_inputs.setdefault(site, next(tensors_in(inputs)).dtype)
@@ -147,9 +157,9 @@ class Recorder(TorchDispatchMode):
         row.flops = 2 * y.numel() * weight[0].numel()
         casts = x.numel() * (x.element_size() + 2) if row.half_operands and x.dtype != self._half else 0
         row.bytes_moved = casts + _bytes(weight) + _bytes(y) + x.numel() * weight.element_size()
-        amax_into(self._slots[number, 0], x)
+        self._range_of_input(number, x)
         amax_into(self._slots[number, 1], y)
-        self._made_by[y] = number
+        self._remember(y, number)
 
     def __torch_dispatch__(
         self,
@@ -159,7 +169,7 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result: Any = func(*args, **(kwargs or {}))
-        if self._inside_product:
+        if self._inside_product or func.overloadpacket.__name__ in UNWRITTEN_OPS:
             return result
         inputs = [t for t in tensors_in(args) if t.is_floating_point()]
         if func.is_view:
@@ -183,7 +193,19 @@ class Recorder(TorchDispatchMode):
             row.half_operands = all(t.dtype == self._half for t in inputs)
         row.bytes_moved = _bytes(output) + sum(_bytes(t) for t in inputs)
         amax_into(self._slots[number, 1], output)
+        self._remember(output, number)
+
+    def _remember(self, output: Tensor, number: int) -> None:
         self._made_by[output] = number
+        self._numels[number] = output.numel()
+
+    def _range_of_input(self, number: int, x: Tensor) -> None:
+        """The range of a product's input: that of the row that made it, where it is the whole of its result."""
+        maker = self._made_by.get(x)
+        if maker is not None and self._numels[maker] == x.numel():
+            self._slots[number, 0].copy_(torch.maximum(self._slots[number, 0], self._slots[maker, 1]))
+        else:
+            amax_into(self._slots[number, 0], x)
 
     def _row(self, site: str, op: str, dtype: torch.dtype, inputs: Sequence[Tensor]) -> int:
         occurrence = self._occurrences.get((site, op), 0)

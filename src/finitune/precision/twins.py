@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from finitune.numerics.half import half_conv, half_linear
 from finitune.precision.plan import Line
 
-OUT_DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
-
 
 class HalfProduct:
     """What linear and convolution twins share: the plan's numbers for this site."""
 
     exponent: int | None
     weight_exponent: int
+    carry: int  # the result is handed on divided by 2**carry
+    carried: int  # the input was handed on divided by 2**carried
     out: str
     arithmetic: torch.dtype
 
@@ -42,13 +42,22 @@ class HalfProduct:
         return (x.float() * 2.0 ** -(self.exponent or 0)).to(self.arithmetic).float()
 
     @property
+    def stored_exponent(self) -> int:
+        """The power of two by which the stored operands and the stored result differ from the true ones."""
+        return self.weight_exponent + self.carried - self.carry
+
+    @property
     def product_exponent(self) -> int:
         """The power of two that the product must be multiplied by in the end."""
-        return (self.exponent or 0) + self.weight_exponent
+        return (self.exponent or 0) + self.stored_exponent
+
+    def stored_bias(self, bias: Tensor | None) -> Tensor | None:
+        """The bias as it is added to the stored result."""
+        return bias if bias is None or not self.carry else bias * 2.0**-self.carry
 
     def unscaled_bias(self, bias: Tensor | None) -> Tensor | None:
         """The bias in fp32, divided as the product is, so that it can be added before the scale is undone."""
-        return None if bias is None else bias.float() * 2.0**-self.product_exponent
+        return None if bias is None else bias.float() * 2.0 ** -(self.product_exponent + self.carry)
 
     def scaled(self, product: Tensor) -> Tensor:
         """The product in fp32 with its powers of two undone, rounded once."""
@@ -69,10 +78,10 @@ class LinearTwin(HalfProduct, nn.Linear):
         return half_linear(
             input,
             self.weight,
-            self.bias,
+            self.stored_bias(self.bias),
             exponent=self.exponent,
             out_dtype=self.out_dtype,
-            weight_exponent=self.weight_exponent,
+            weight_exponent=self.stored_exponent,
         )
 
 
@@ -83,15 +92,22 @@ class ConvTwin(HalfProduct):
         conv: Any = self
         if conv.padding_mode != "zeros":
             input = F.pad(input, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
-        geometry = {
+        geometry: dict[str, Any] = {
             "stride": conv.stride,
             "padding": conv.padding if conv.padding_mode == "zeros" else 0,
             "dilation": conv.dilation,
             "groups": conv.groups,
         }
         if self.arithmetic is torch.float16:
-            scale = {"exponent": self.exponent, "out_dtype": self.out_dtype, "weight_exponent": self.weight_exponent}
-            return half_conv(input, weight, bias, **geometry, **scale)
+            return half_conv(
+                input,
+                weight,
+                self.stored_bias(bias),
+                **geometry,
+                exponent=self.exponent,
+                out_dtype=self.out_dtype,
+                weight_exponent=self.stored_exponent,
+            )
         convolve = getattr(F, f"conv{weight.ndim - 2}d")
         return self.scaled(convolve(self.unscaled(input), weight.float(), self.unscaled_bias(bias), **geometry))
 
@@ -102,10 +118,10 @@ class Fp32Norm(nn.Module):
     def __init__(self, norm: nn.Module, half: torch.dtype):
         super().__init__()
         self.norm = copy.deepcopy(norm).float()
-        self.half = half
+        self.out_dtype = half
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.norm(x.float(), *args, **kwargs).to(self.half)
+        return self.norm(x.float(), *args, **kwargs).to(self.out_dtype)
 
 
 class Island(nn.Module):
@@ -130,18 +146,22 @@ def _widen(value: Any) -> Any:
 def _twin_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class of a product twin: ours before the original's, so that only the product changes."""
     ours = LinearTwin if issubclass(original, nn.Linear) else ConvTwin
-    return type(f"Half{original.__name__}", (ours, original), {"__module__": original.__module__})
+    twin = type(f"Half{original.__name__}", (ours, original), {"__module__": original.__module__})
+    return cast("type[nn.Module]", twin)
 
 
-def product_twin(module: nn.Module, line: Line, arithmetic: torch.dtype) -> nn.Module:
-    """A twin of a Linear or convolution for `line`, sharing the original's parameters."""
+def product_twin(module: nn.Module, line: Line, arithmetic: torch.dtype, carried: int = 0) -> nn.Module:
+    """A twin of a Linear or convolution for `line`, sharing the original's parameters.
+
+    `carried` is the power of two by which the product in front of it has divided what it hands on.
+    """
     twin = copy.copy(module)
     twin.__class__ = _twin_class(type(module))
-    twin.__dict__.update(_parameters=dict(module._parameters), _modules=dict(module._modules))
-    for name in ("exponent", "weight_exponent", "out"):
-        setattr(twin, name, getattr(line, name))
-    twin.arithmetic = arithmetic  # type: ignore[assignment]
+    for registry in ("_parameters", "_modules"):
+        twin.__dict__[registry] = dict(twin.__dict__[registry])
+    numbers = {name: getattr(line, name) for name in ("exponent", "weight_exponent", "carry", "out")}
+    twin.__dict__.update(numbers, carried=carried, arithmetic=arithmetic)
     if line.weight_exponent:
-        weight = module.weight.data.float() * 2.0**-line.weight_exponent  # type: ignore[union-attr, operator]
+        weight = cast(Tensor, module.weight).detach().float() * 2.0**-line.weight_exponent
         twin.weight = nn.Parameter(weight, requires_grad=False)
     return twin

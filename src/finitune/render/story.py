@@ -52,7 +52,7 @@ def _pictures(story: Story, report: Report) -> list[Picture]:
     }
     failed = any(f.level is Level.ERROR for f in story.diagnosis.findings)
     return [
-        Picture(caption + distances.get(name, ""), png_bytes(story.drawings[name].pixels), verdict, good)
+        Picture(caption + distances.get(name, ""), png_bytes(story.drawings[name].pixels[0]), verdict, good)
         for name, (caption, verdict) in CAPTIONS.items()
         for good in ({"raw-half": not failed, "planned-half": True}.get(name),)
     ]

@@ -6,7 +6,7 @@ only in who computes softmax(q k^T) v.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,8 +31,9 @@ class CosmosProcessor:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        from diffusers.models.embeddings import apply_rotary_emb
+        from diffusers.models import embeddings
 
+        apply_rotary_emb: Any = embeddings.apply_rotary_emb  # its annotation knows tuples of one tensor only
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         projected = (attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context))
         query, key, value = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in projected)
@@ -82,7 +83,7 @@ def rotate(x: Tensor, embedding: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @contextmanager
-def scale_attention(root: nn.Module, attention: AttentionFunction) -> Iterator[nn.Module]:
+def scale_attention(root: nn.Module, attention: AttentionFunction) -> Generator[nn.Module]:
     """Let `attention` compute every attention of a transformer or conditioner while the context is open."""
     from diffusers.models.attention_processor import Attention
     from diffusers.models.condition_embedders.condition_embedder_anima import AnimaTextConditionerAttention
@@ -90,9 +91,10 @@ def scale_attention(root: nn.Module, attention: AttentionFunction) -> Iterator[n
     previous: list[tuple[Any, Any]] = []
     for module in root.modules():
         if isinstance(module, (Attention, AnimaTextConditionerAttention)):
-            previous.append((module, module.processor))
+            attends: Any = module
+            previous.append((attends, attends.processor))
             ours = CosmosProcessor if isinstance(module, Attention) else ConditionerProcessor
-            module.processor = ours(attention)
+            attends.processor = ours(attention)
     try:
         yield root
     finally:

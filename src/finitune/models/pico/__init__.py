@@ -1,4 +1,4 @@
-"""pico-anima: Anima's own classes at a small size, really trained, shipped with the package. See `weights/CARD.md`.
+"""pico-anima: Anima's own classes at a small size, really trained, shipped with the package. See CARD.md.
 
 A pre-norm residual network computes the same function when its residual stream is multiplied by a constant: the norms
 in front of every branch undo it. The shipped denoiser has its stream multiplied by 2**STREAM_EXPONENT, which puts it
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-STREAM_EXPONENT = 14
+STREAM_EXPONENT = 16
 STREAM_WRITERS = ("patch_embed.proj.weight", "attn1.to_out.0.weight", "attn2.to_out.0.weight", "ff.net.2.weight")
 
 
