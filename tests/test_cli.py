@@ -73,9 +73,28 @@ def test_defaults_are_the_journeys_own(verb: Callable[..., Any]):
 
 def test_options_reach_the_request(journey: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]):
     requests = journey("generate", lambda: Report("generate"))
-    line = "generate dit.safetensors --qwen3 q --vae v --tokenizers t --prompt=fox --negative bad --steps 4 --cfg 1.5"
+    line = (
+        "generate dit.safetensors --qwen3 q --vae v --tokenizers t --device cpu --prompt=fox --negative bad --steps 4"
+    )
     assert (
-        main([*line.split(), "--seed", "7", "--size", "64x32", "--precision", "bf16", "--plan", "p", "--out", "o"]) == 0
+        main(
+            [
+                *line.split(),
+                "--cfg",
+                "1.5",
+                "--seed",
+                "7",
+                "--size",
+                "64x32",
+                "--precision",
+                "bf16",
+                "--plan",
+                "p",
+                "--out",
+                "o",
+            ]
+        )
+        == 0
     )
     (request,) = requests
     assert {name: getattr(request, name) for name in OPTIONS["generate"]} == {
@@ -83,6 +102,7 @@ def test_options_reach_the_request(journey: Callable[..., list[Any]], capsys: py
         "qwen3": Path("q"),
         "vae": Path("v"),
         "tokenizers": Path("t"),
+        "device": "cpu",
         "prompt": "fox",
         "negative": "bad",
         "steps": 4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,20 @@ def test_the_plan_draws_the_right_picture_closer_to_fp32_than_bf16_does(tmp_path
     metadata = read_metadata(out)
     assert metadata["prompt"] == PROMPT and metadata["seed"] == 0
     assert PrecisionPlan.loads(metadata["plan"]) == PrecisionPlan.load(plan_file())
+
+
+def test_the_guard_repairs_a_step_and_amends_the_plan(shipped_plan, tmp_path):
+    denoiser = shipped_plan.components["transformer"]
+    line = next(line for line in denoiser.lines if line.site.endswith("ff.net.2"))
+    wrong = denoiser.with_line(replace(line, exponent=-20))
+    tight = replace(shipped_plan, components={**shipped_plan.components, "transformer": wrong})
+    tight.save(tmp_path / "tight.toml")
+    request = generate.Request(model="pico-anima", steps=2, plan=tmp_path / "tight.toml", precision="planned-half")
+    report = generate.run(request)
+    assert report.exit_code == 0 and "GUARD-TRIPPED" in codes(report)
+    assert report.figures["guard_trips"] == 1
+    amended = PrecisionPlan.load(Path(report.artifacts["amended_plan"])).components["transformer"]
+    assert next(other for other in amended.lines if other.site == line.site).exponent is None
 
 
 @pytest.mark.parametrize("precision", ["current-half", "bf16", "fp32"])
@@ -220,8 +235,6 @@ def test_a_plan_is_made_once_and_used_again(three_files, tmp_path, capsys):
 
 
 def test_a_plan_of_another_checkpoint_is_refused(shipped_plan, tmp_path, capsys):
-    from dataclasses import replace
-
     other = tmp_path / "other.toml"
     replace(shipped_plan, fingerprint="0" * 64).save(other)
     assert main(["generate", "pico-anima", "--plan", str(other), "--precision", "planned-half", "--json"]) == 1

@@ -189,6 +189,16 @@ class Failing(nn.Module):
         raise ArithmeticError("no")
 
 
+def test_least_nonzero_magnitudes_are_measured_on_request(tmp_path):
+    model = nn.Sequential(nn.Identity(), nn.ReLU())
+    with probe(model, "c", least=True) as ranges:
+        model(torch.tensor([-3.0, 0.0, 0.25, 8.0]))
+        model(torch.tensor([-0.125, 0.5]))
+    assert ranges.least == {"0": 0.125, "1": 0.25, "(root)": 0.25}
+    ranges.save(tmp_path / "ranges.json")
+    assert Ranges.load(tmp_path / "ranges.json").merge(ranges).least == ranges.least
+
+
 def test_after_an_exception_no_hook_is_left_and_what_was_seen_is_kept():
     model = nn.Sequential(nn.Identity(), Failing())
     with pytest.raises(ArithmeticError), probe(model) as ranges:

@@ -39,6 +39,7 @@ class Stage:
 
     component: str
     number: int
+    step: int
     call: Call
     finite: bool
     amax: float
@@ -68,7 +69,7 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     with in_precision(parts, precision, plan) as running:
         with recorded(running) as recording:
             drawing = draw(running, [settings], progress)
-        stages = stages_of(parts, recording, drawing)
+        stages = stages_of(parts, recording, drawing, settings.steps)
         report.tables.append(stage_table(stages))
         bad = next((stage for stage in stages if not stage.finite), None)
         origin = None if bad is None else origin_of(running, bad)
@@ -87,7 +88,7 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     return report
 
 
-def stages_of(parts: AnimaParts, recording: Recording, drawing: Drawing) -> list[Stage]:
+def stages_of(parts: AnimaParts, recording: Recording, drawing: Drawing, steps: int) -> list[Stage]:
     """Every call of the run in the order of the ladder: text encoder, conditioner, denoising steps, VAE."""
     from finitune.generation.draw import decode_call
     from finitune.generation.precisions import COMPONENTS
@@ -98,7 +99,8 @@ def stages_of(parts: AnimaParts, recording: Recording, drawing: Drawing) -> list
         if component == "vae":
             calls = [decode_call(parts.vae, drawing.latents)]
         for number, (call, output) in enumerate(zip(calls, recording.outputs.get(component, []), strict=True)):
-            stages.append(Stage(component, number, call, bool(output.isfinite().all()), _amax(output)))
+            step = number * steps // len(calls) if component == "transformer" else 0
+            stages.append(Stage(component, number, step, call, bool(output.isfinite().all()), _amax(output)))
     return stages
 
 
@@ -135,7 +137,6 @@ def fp32_is_finite(parts: AnimaParts, stage: Stage) -> bool:
 def _blame(stage: Stage, origin: Origin | None, report: Report) -> None:
     if origin is None:
         return
-    step = stage.number // 2 if stage.component == "transformer" else stage.number
     report.figures.update(
         origin_stage=stage.component,
         origin_site=origin.site,
@@ -143,16 +144,16 @@ def _blame(stage: Stage, origin: Origin | None, report: Report) -> None:
         origin_kind=origin.kind,
         origin_value=origin.value,
         origin_source=f"{origin.file}:{origin.line}",
-        origin_step=step,
+        origin_step=stage.step,
     )
     report.add(
         Level.ERROR,
         f"ORIGIN-{origin.kind.upper()}",
         f"{stage.component}.{origin.site}",
-        f"{origin.op} made {origin.value:.4g}, more than {origin.dtype} can hold, at {origin.file}:{origin.line}",
+        str(origin),
         remedy="fp32 is finite from the same inputs: precision is the cause, and a plan is the cure.",
         call=stage.number,
-        step=step,
+        step=stage.step,
     )
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finitune.errors import FileError, FinituneError
-from finitune.journeys.model import OUTPUT, SHIPPED, ModelChoice, default_size, display_name, load_model, plan_for
+from finitune.journeys.model import (
+    OUTPUT,
+    SHIPPED,
+    ModelChoice,
+    default_size,
+    display_name,
+    load_model,
+    plan_for,
+    write_plan,
+)
 from finitune.report import Level, Report
 
 if TYPE_CHECKING:
     from finitune.generation.draw import Drawing
     from finitune.generation.settings import Settings
     from finitune.models.anima.load import AnimaParts
+    from finitune.precision.guard import Guard
     from finitune.precision.plan import PrecisionPlan
     from finitune.progress import Progress
 
@@ -74,15 +84,8 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
         plan = plan_for(request, parts, settings, request.plan, report, progress)
     with in_precision(parts, precision, plan) as running:
         drawing = draw(running, [settings], progress)
-        for trip in running.guard.trips:
-            report.add(
-                Level.WARNING,
-                "GUARD-TRIPPED",
-                trip.site,
-                f"{trip.operation} left the planned range; the step was run again with measured scales there",
-                remedy="Plan on more prompts: finitune plan MODEL --prompts FILE",
-                input_amax=trip.amax,
-            )
+    if plan and running.guard.trips:
+        _tell_of_trips(request, report, running.guard, plan)
     verdict = judge(drawing.latents, drawing.pixels, remedy=f"Find out why: {next_command(request, precision)}")
     report.findings.extend(verdict.findings)
     report.figures.update(precision=precision, **verdict.figures(), guard_trips=len(running.guard.trips))
@@ -91,6 +94,23 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     metadata = receipt(request, precision, parts.fingerprint, plan)
     report.artifacts["picture"] = str(_save(request.out, drawing, metadata, good=verdict.good))
     return report
+
+
+def _tell_of_trips(request: Request, report: Report, guard: Guard, plan: PrecisionPlan) -> None:
+    """Each event of the guard, and the plan as it was amended, written for the next picture."""
+    for trip in guard.trips:
+        report.add(
+            Level.WARNING,
+            "GUARD-TRIPPED",
+            trip.site,
+            f"{trip.operation} left the planned range; the step was run again with measured scales there",
+            remedy="Draw by the amended plan from now on, or plan on more prompts: finitune plan MODEL --prompts FILE",
+            input_amax=trip.amax,
+        )
+    components = {**plan.components, "transformer": guard.amended(plan.components["transformer"])}
+    amended = replace(plan, components=components, proof={})
+    path = OUTPUT / f"{display_name(request)}.amended.plan.toml"
+    report.artifacts["amended_plan"] = str(write_plan(path, amended))
 
 
 def choose_precision(request: Request, report: Report) -> str:

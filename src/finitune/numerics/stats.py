@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,16 @@ def amax_into(slot: Tensor, x: Tensor) -> None:
     """
     if x.numel():
         slot.copy_(torch.maximum(slot, amax(x)))
+
+
+def least_into(slot: Tensor, x: Tensor) -> None:
+    """Merge the least nonzero magnitude of `x` into `slot`, an fp32 tensor of one element that starts at infinity.
+
+    Two passes over x and no synchronisation; a tensor of zeros leaves the slot as it was.
+    """
+    if x.numel():
+        magnitude = x.detach().abs().float()
+        slot.copy_(torch.minimum(slot, magnitude.masked_fill_(magnitude == 0, math.inf).amin()))
 
 
 @dataclass(frozen=True)

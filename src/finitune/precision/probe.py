@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from finitune.errors import FileError
 from finitune.numerics.formats import HALF, SINGLE, headroom_bits
-from finitune.numerics.stats import amax_into
+from finitune.numerics.stats import amax_into, least_into
 from finitune.precision.sites import ModulePath, tensors_in
 
 RANGES_FORMAT = 1
@@ -36,12 +36,14 @@ def is_finite(output: Any) -> bool:
 class Ranges:
     """The largest magnitude seen at each site, over all forwards; `forwards` keeps one row per forward.
 
-    A NaN or an infinity in a site's output makes its range NaN or infinite.
+    A NaN or an infinity in a site's output makes its range NaN or infinite. `least`, where it was asked for, has the
+    least nonzero magnitude of each site.
     """
 
     sites: list[str] = field(default_factory=list[str])
     forwards: list[list[float]] = field(default_factory=list[list[float]])
     checkpoint: str = ""
+    least: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def amax(self) -> dict[str, float]:
@@ -79,13 +81,21 @@ class Ranges:
         mine, theirs = self.amax, other.amax
         sites = list(dict.fromkeys([*mine, *theirs]))
         peaks = _largest([[ranges.get(site, 0.0) for site in sites] for ranges in (mine, theirs)])
-        return Ranges(sites, [peaks], self.checkpoint)
+        least = {**self.least, **other.least}
+        least |= {s: min(self.least[s], other.least[s]) for s in self.least.keys() & other.least.keys()}
+        return Ranges(sites, [peaks], self.checkpoint, least)
 
     def save(self, path: Path) -> None:
         """Write the ranges file (JSON), whole or not at all."""
         from finitune.files.writer import write_text
 
-        data = {"format": RANGES_FORMAT, "checkpoint": self.checkpoint, "torch": torch.__version__, "amax": self.amax}
+        data = {
+            "format": RANGES_FORMAT,
+            "checkpoint": self.checkpoint,
+            "torch": torch.__version__,
+            "amax": self.amax,
+            "least": self.least,
+        }
         write_text(path, json.dumps(data, indent=1))
 
     @classmethod
@@ -96,7 +106,8 @@ class Ranges:
             if data["format"] != RANGES_FORMAT:
                 raise ValueError(f"format {data['format']} is not {RANGES_FORMAT}")
             amax: Mapping[str, float] = data["amax"]
-            return cls(list(amax), [[float(value) for value in amax.values()]], str(data["checkpoint"]))
+            least = {site: float(value) for site, value in data.get("least", {}).items()}
+            return cls(list(amax), [[float(value) for value in amax.values()]], str(data["checkpoint"]), least)
         except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileError(
                 f"{path}: not a ranges file ({type(error).__name__}: {error})",
@@ -107,8 +118,10 @@ class Ranges:
 
 
 @contextmanager
-def probe(root: nn.Module, checkpoint: str = "") -> Generator[Ranges, None, None]:
+def probe(root: nn.Module, checkpoint: str = "", *, least: bool = False) -> Generator[Ranges, None, None]:
     """L1: measure the range of every module's output while the context is open.
+
+    `least` asks for the least nonzero magnitudes too, which costs two more passes over each output.
 
     >>> import torch
     >>> from finitune import probe
@@ -120,16 +133,17 @@ def probe(root: nn.Module, checkpoint: str = "") -> Generator[Ranges, None, None
     ranges = Ranges(checkpoint=checkpoint)
     device = next((p.device for p in root.parameters()), torch.device("cpu"))
     buffer = torch.zeros(sum(1 for _ in root.modules()), device=device)
-    slots: dict[str, Tensor] = {}
+    slots: dict[str, int] = {}
     snapshots: list[Tensor] = []
+    depths = torch.full_like(buffer, math.inf)
 
     def leave(site: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        slot = slots.get(site)
-        if slot is None:
-            slot = slots[site] = buffer[len(slots)]
+        slot = slots.setdefault(site, len(slots))
         for tensor in tensors_in(output):
             if tensor.is_floating_point() and tensor.numel():
-                amax_into(slot, tensor.detach())
+                amax_into(buffer[slot], tensor)
+                if least:
+                    least_into(depths[slot], tensor)
         if path.depth == 1:
             snapshots.append(buffer.clone())
             buffer.zero_()
@@ -141,6 +155,8 @@ def probe(root: nn.Module, checkpoint: str = "") -> Generator[Ranges, None, None
     finally:
         ranges.sites = [site or "(root)" for site in slots]
         ranges.forwards = [_floats(snapshot[: len(slots)]) for snapshot in snapshots]
+        if least:
+            ranges.least = dict(zip(ranges.sites, _floats(depths[: len(slots)]), strict=True))
 
 
 def _largest(rows: list[list[float]]) -> list[float]:

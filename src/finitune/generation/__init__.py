@@ -1,0 +1,1 @@
+"""Drawing pictures in a precision, recording what components are asked, and the verdict on the result."""

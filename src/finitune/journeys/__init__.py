@@ -1,0 +1,1 @@
+"""One file per verb: a frozen Request, and run(request) -> Report. Journeys never print."""
