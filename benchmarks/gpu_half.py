@@ -13,83 +13,25 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from finitune.models.anima.attention import scale_attention
 from finitune.numerics import products
 from finitune.numerics.attention import half_attention
 from finitune.numerics.compare import relative_l2, ulp_histogram
 from finitune.numerics.half import half_conv, half_linear
+from finitune.numerics.products import exact_accumulation
+from finitune.precision.apply import apply_current, apply_plan
+from finitune.precision.plan import ComponentPlan, Line
 
 WIDTH, HEADS, TOKENS, TEXT_TOKENS, TEXT_WIDTH = 2048, 16, 4096, 512, 1024
 SINGLE, HALF = torch.float32, torch.float16
-
-
-class HalfLinear(nn.Module):
-    """A Linear whose product is a scaled half product: planned with exponent 0, or current with None."""
-
-    def __init__(self, linear: nn.Linear, exponent: int | None):
-        super().__init__()
-        self.weight = nn.Parameter(linear.weight.detach().half(), requires_grad=False)
-        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach().half(), requires_grad=False)
-        self.exponent = exponent
-        # A planned site that fits writes fp16; without a plan nothing is known to fit.
-        self.out_dtype = SINGLE if exponent is None else HALF
-
-    def forward(self, x: Tensor) -> Tensor:
-        return half_linear(x, self.weight, self.bias, exponent=self.exponent, out_dtype=self.out_dtype)
-
-
-class CastOnce(nn.Module):
-    """A modulated norm of the fp32 stream whose result is cast to fp16 once, for all that read it."""
-
-    def __init__(self, norm: nn.Module):
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        normed, gate = self.norm(*args)
-        return normed.half(), gate
-
-
-class HalfAttention:
-    """diffusers' attention processor of this block, around `half_attention`."""
-
-    def __init__(self, current: bool):
-        self.current = current
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Tensor:
-        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        projected = attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
-        q, k, v = (x.unflatten(2, (attn.heads, -1)).transpose(1, 2) for x in projected)
-        out = half_attention(attn.norm_q(q), attn.norm_k(k), v, attention_mask, current=self.current)
-        return attn.to_out[1](attn.to_out[0](out.transpose(1, 2).flatten(2)))
-
-
-def halved(module: nn.Module, exponent: int | None) -> nn.Module:
-    """`module` with every Linear below it and its attention in half; planned, norms cast their result once."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            setattr(module, name, HalfLinear(child, exponent))
-            continue
-        halved(child, exponent)
-        if hasattr(child, "set_processor"):
-            child.set_processor(HalfAttention(current=exponent is None))
-        if exponent is not None and name in ("norm1", "norm2", "norm3"):
-            setattr(module, name, CastOnce(child))
-        if exponent is not None and name in ("norm_q", "norm_k"):
-            child.half()
-    return module
 
 
 def block() -> nn.Module:
@@ -106,13 +48,22 @@ def inputs(dtype: torch.dtype, tokens: int, device: str) -> tuple[Tensor, ...]:
     return tuple(torch.randn(shape, device=device).to(dtype) for shape in shapes)
 
 
-def variants(device: str, tokens: int) -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
+def planned(module: nn.Module) -> nn.Module:
+    """The block by the plan of a model whose stream leaves fp16: the products that write to it write fp32."""
+    lines = tuple(Line(site, out="fp32") for site in ("attn1.to_out.0", "attn2.to_out.0", "ff.net.2"))
+    plan = ComponentPlan(lines, casts=("norm1.norm", "norm2.norm", "norm3.norm"), border="fp32")
+    return apply_plan(module, plan).module
+
+
+def variants(device: str, tokens: int, stack: ExitStack) -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
     """Each precision's block, and inputs in the dtype of its residual stream."""
     rows: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {}
     for name, dtype in (("raw fp16", HALF), ("bf16", torch.bfloat16), ("fp32", SINGLE)):
         rows[name] = block().to(device, dtype), inputs(dtype, tokens, device)
-    for name, exponent in (("planned half", 0), ("current half", None)):
-        rows[name] = halved(block(), exponent).to(device), inputs(SINGLE, tokens, device)
+    current = apply_current(block().to(device)).module
+    stack.enter_context(scale_attention(current, partial(half_attention, current=True)))
+    for name, module in (("planned half", planned(block().to(device))), ("current half", current)):
+        rows[name] = module, inputs(SINGLE, tokens, device)
     return rows
 
 
@@ -159,7 +110,12 @@ def compared(
 
 def costs(device: str, tokens: int, rounds: int) -> dict[str, dict[str, float]]:
     """Part 2: milliseconds forward, and with the gradient of the stream; memory above what weights and inputs take."""
-    blocks = variants(device, tokens)
+    with ExitStack() as stack, exact_accumulation():
+        return timed(variants(device, tokens, stack), rounds)
+
+
+def timed(blocks: dict[str, tuple[nn.Module, tuple[Tensor, ...]]], rounds: int) -> dict[str, dict[str, float]]:
+    """The figures of each block: error, memory, and interleaved times."""
     reference = run(*blocks["fp32"], False)
     rows: dict[str, dict[str, float]] = {}
     for name, (module, args) in blocks.items():
@@ -213,9 +169,6 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("gpu_half needs a CUDA device; none is here, so nothing was measured.")
         return
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
     device = torch.device("cuda", torch.cuda.current_device())
     figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device),

@@ -123,7 +123,7 @@ def test_diagnosis_names_what_a_brute_force_run_names(parts, tmp_path):
 def test_diagnosis_acquits_precision_where_fp32_is_as_bad(parts, monkeypatch):
     broken = load_folder(folder())
     broken.transformer.proj_out.weight.data.fill_(3e38)
-    monkeypatch.setattr("finitune.journeys.diagnose.load_model", lambda _: broken)
+    monkeypatch.setattr("finitune.journeys.generate.load_model", lambda _: broken)
     report = diagnose.run(diagnose.Request(model="pico-anima", precision="bf16", steps=2))
     assert report.exit_code == 1
     assert "PRECISION-ACQUITTED" in codes(report) and report.figures["precision_acquitted"] is True

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finitune.errors import FinituneError
 from finitune.journeys import generate
-from finitune.journeys.model import load_model, plan_for
+from finitune.journeys.model import plan_for
 from finitune.report import Level, Report, Table
 
 if TYPE_CHECKING:
@@ -56,16 +56,10 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     from finitune.generation.draw import draw, recorded
-    from finitune.generation.precisions import check_precision, in_precision
+    from finitune.generation.precisions import in_precision
     from finitune.generation.verdict import judge
 
-    settings = request.settings()
-    check_precision(request.precision)
-    parts = load_model(request)
-    report.findings.extend(parts.notes)
-    precision = generate.choose_precision(request, report)
-    planned = precision == "planned-half"
-    plan = plan_for(request, parts, settings, request.plan, report, progress) if planned else None
+    settings, parts, precision, plan = generate.prepare(request, report, progress)
     with in_precision(parts, precision, plan) as running:
         with recorded(running) as recording:
             drawing = draw(running, [settings], progress)

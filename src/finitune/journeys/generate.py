@@ -71,17 +71,10 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     from finitune.generation.draw import draw
-    from finitune.generation.precisions import check_precision, in_precision
+    from finitune.generation.precisions import in_precision
     from finitune.generation.verdict import judge
 
-    settings = request.settings()
-    check_precision(request.precision)
-    parts = load_model(request)
-    report.findings.extend(parts.notes)
-    precision = choose_precision(request, report)
-    plan = None
-    if precision == "planned-half":
-        plan = plan_for(request, parts, settings, request.plan, report, progress)
+    settings, parts, precision, plan = prepare(request, report, progress)
     with in_precision(parts, precision, plan) as running:
         drawing = draw(running, [settings], progress)
     if plan and running.guard.trips:
@@ -94,6 +87,22 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     metadata = receipt(request, precision, parts.fingerprint, plan)
     report.artifacts["picture"] = str(_save(request.out, drawing, metadata, good=verdict.good))
     return report
+
+
+def prepare(
+    request: Request, report: Report, progress: Progress | None
+) -> tuple[Settings, AnimaParts, str, PrecisionPlan | None]:
+    """Everything a picture needs, cheapest checks first: settings, parts, precision, and its plan if it has one."""
+    from finitune.generation.precisions import check_precision
+
+    settings = request.settings()
+    check_precision(request.precision)
+    parts = load_model(request)
+    report.findings.extend(parts.notes)
+    precision = choose_precision(request, report)
+    planned = precision == "planned-half"
+    plan = plan_for(request, parts, settings, request.plan, report, progress) if planned else None
+    return settings, parts, precision, plan
 
 
 def _tell_of_trips(request: Request, report: Report, guard: Guard, plan: PrecisionPlan) -> None:
