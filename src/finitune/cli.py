@@ -36,7 +36,10 @@ Job = Callable[[Progress], Report]
 Precision = Literal["auto", "planned-half", "current-half", "bf16", "fp32", "raw-half"]
 Flag = Annotated[bool, Parameter(negative="")]
 
-QUIET = ("diffusers", "transformers")  # their advice to programmers is not for the users of a command
+QUIET = (
+    "DIFFUSERS_VERBOSITY",
+    "TRANSFORMERS_VERBOSITY",
+)  # their advice to programmers is not for the users of a command
 INTERRUPTED = 130  # 128 + SIGINT, as shells expect
 CODES = {
     UnknownCommandError: "VERB-UNKNOWN",
@@ -241,12 +244,12 @@ def _execute(app: App, tokens: Sequence[str], *, json: bool, debug: bool) -> int
 
 def _run(job: Job) -> Report:
     """Run with progress bars on the error stream; what a library prints goes there, too."""
-    import logging
+    import os
 
     from finitune.render.terminal import Bars
 
-    for library in QUIET:
-        logging.getLogger(library).setLevel(logging.ERROR)
+    for variable in QUIET:
+        os.environ.setdefault(variable, "error")
     with redirect_stdout(sys.stderr), Bars(_console(sys.stderr)) as bars:
         return job(bars)
 

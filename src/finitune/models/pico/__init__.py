@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-STREAM_EXPONENT = 16
+STREAM_EXPONENT = 13
 STREAM_WRITERS = ("patch_embed.proj.weight", "attn1.to_out.0.weight", "attn2.to_out.0.weight", "ff.net.2.weight")
 
 
