@@ -205,6 +205,8 @@ WRONG = {
     "two files missing": (["generate", "{dit}"], 2, "MODEL-FILES-MISSING"),
     "lora as model": (["generate", "{tmp}/lora.safetensors"], 1, "MODEL-IS-ADAPTER"),
     "vae as dit": (["generate", "{vae}", "--qwen3", "{qwen3}", "--vae", "{dit}"], 1, "MODEL-WRONG-PART"),
+    "text encoder as dit": (["generate", "{qwen3}", "--qwen3", "{qwen3}", "--vae", "{vae}"], 1, "MODEL-WRONG-PART"),
+    "text as model": (["generate", "{tmp}/notes.safetensors"], 1, "FILE-TEXT"),
     "empty folder": (["generate", "{tmp}"], 1, "FILE-MISSING"),
 }
 
@@ -244,6 +246,7 @@ def test_a_plan_of_another_checkpoint_is_refused(shipped_plan, tmp_path, capsys)
 def bad_files(tmp: Path, real: Path) -> None:
     """What people really save under a model's name."""
     (tmp / "page.safetensors").write_text("<!DOCTYPE html><html><body>401 Unauthorized</body></html>")
+    (tmp / "notes.safetensors").write_text("the weights are on the other disk\n" * 9)
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4182218328\n"
     (tmp / "pointer.safetensors").write_text(pointer)
     (tmp / "cut.safetensors").write_bytes(real.read_bytes()[:100_000])

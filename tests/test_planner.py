@@ -227,3 +227,13 @@ def test_what_refuses_mixed_dtypes_becomes_an_island():
     assert plan.islands == ("attention",) and len(plan.lines) == 1
     certificate = prove(model, plan, calls, 2)
     assert certificate.finite and certificate.exact_rel_l2 == 0.0 and certificate.droppable_lines == 0
+
+
+@pytest.mark.parametrize("stored, held", [("bfloat16", "float16"), ("float32", "float16"), ("float32", "bfloat16")])
+def test_weights_come_back_bit_for_bit_from_any_dtype(stored, held):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(getattr(torch, stored))
+    model[1].weight.data *= 1e-6
+    bits = [p.clone() for p in model.parameters()]
+    with stored_as(model, getattr(torch, held)):
+        assert {p.dtype for p in model.parameters()} == {getattr(torch, held)}
+    assert all(torch.equal(p, b) and p.dtype == b.dtype for p, b in zip(model.parameters(), bits, strict=True))

@@ -7,7 +7,7 @@ drawn by the plan, in fp32 and in bf16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,11 @@ class Story:
     diagnosis: Report
     proof: plan.Proof
     ranges: dict[str, float]
+
+    def distances(self) -> dict[str, object]:
+        """How far the pictures on the page are from fp32's."""
+        shown = {name: replace(d, latents=d.latents[:1], pixels=d.pixels[:1]) for name, d in self.drawings.items()}
+        return plan.distances(shown)
 
 
 def run(request: Request, page: Callable[[Story, Report], str], progress: Progress | None = None) -> Report:

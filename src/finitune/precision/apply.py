@@ -23,6 +23,7 @@ from finitune.precision.plan import ComponentPlan, Line
 from finitune.precision.sites import leaf_norms, named_modules, product_sites, replace, tensors_in
 from finitune.precision.twins import Fp32Norm, Island, product_twin
 
+MANY = 1 / 16  # a place and its value take as much memory as several elements
 TINY_WEIGHT = 2.0**-8  # below it, weights of ordinary spread reach into fp16's subnormals
 
 Repair = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -53,26 +54,55 @@ def _root_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 @dataclass
+class Stored:
+    """Weights held in another dtype for a while: once, in place. `restore` brings back every bit.
+
+    What the new dtype cannot hold exactly is kept aside: single elements, or the whole tensor where they are many.
+    """
+
+    dtypes: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list[tuple[nn.Parameter, torch.dtype]])
+    elements: list[tuple[nn.Parameter, Tensor, Tensor]] = field(
+        default_factory=list[tuple[nn.Parameter, Tensor, Tensor]]
+    )
+    tensors: list[tuple[nn.Parameter, Tensor]] = field(default_factory=list[tuple[nn.Parameter, Tensor]])
+    rounded: int = 0
+
+    def store(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Hold `parameter` in `dtype` from now on."""
+        original = parameter.data
+        parameter.data = original.to(dtype).contiguous()
+        places = (parameter.data.to(original.dtype) != original).flatten().nonzero().squeeze(1)
+        self.rounded += places.numel()
+        if places.numel() > original.numel() * MANY:
+            self.tensors.append((parameter, original))
+            return
+        self.dtypes.append((parameter, original.dtype))
+        if places.numel():
+            self.elements.append((parameter, places, original.flatten()[places]))
+
+    def restore(self) -> None:
+        """Give every weight its dtype and its bits back."""
+        for parameter, dtype in self.dtypes:
+            parameter.data = parameter.data.to(dtype)
+        for parameter, places, values in self.elements:
+            parameter.data.view(-1)[places] = values
+        for parameter, original in self.tensors:
+            parameter.data = original
+
+
+@dataclass
 class Applied:
     """A component with a plan in force: use `module`, or take everything back with `undo`."""
 
     module: nn.Module
     original: nn.Module
     replaced: list[tuple[str, nn.Module]] = field(default_factory=list[tuple[str, nn.Module]])
-    kept_aside: list[tuple[nn.Parameter, Tensor, Tensor]] = field(
-        default_factory=list[tuple[nn.Parameter, Tensor, Tensor]]
-    )
-    stored: list[tuple[nn.Parameter, torch.dtype]] = field(default_factory=list[tuple[nn.Parameter, torch.dtype]])
-
-    @property
-    def kept_aside_bytes(self) -> int:
-        """Bytes kept to restore the weights that half could not hold exactly: their places and their bits."""
-        return sum(t.numel() * t.element_size() for _, *kept in self.kept_aside for t in kept)
+    stored: Stored = field(default_factory=Stored)
 
     @property
     def rounded_weights(self) -> int:
         """How many weights half could not hold exactly."""
-        return sum(values.numel() for _, _, values in self.kept_aside)
+        return self.stored.rounded
 
     def put(self, site: str, module: nn.Module) -> None:
         """Put a module in place, and remember the one that stood there."""
@@ -80,10 +110,7 @@ class Applied:
 
     def undo(self) -> nn.Module:
         """Restore the original modules and the bits of every weight; returns the original root."""
-        for parameter, dtype in self.stored:
-            parameter.data = parameter.data.to(dtype)
-        for parameter, places, values in self.kept_aside:
-            parameter.data.view(-1)[places] = values
+        self.stored.restore()
         for site, module in reversed(self.replaced):
             replace(self.original, site, module)
         return self.original
@@ -111,7 +138,8 @@ def apply_plan(
     for site in plan.casts:
         if not plan.in_island(site):
             applied.put(site, Fp32Norm(root.get_submodule(site), arithmetic))
-    _store(root, arithmetic, applied)
+    for parameter in floating(root):
+        applied.stored.store(parameter, arithmetic)
     applied.module = _root_twin(root, arithmetic if plan.border == "fp16" else torch.float32, guard)
     return applied
 
@@ -138,22 +166,28 @@ def apply_current(root: nn.Module, *, masters: bool = False) -> Applied:
     if not masters:
         for site in leaf_norms(root):
             applied.put(site, Fp32Norm(root.get_submodule(site), torch.float32))
-        _store(root, torch.float16, applied)
+        for parameter in floating(root):
+            applied.stored.store(parameter, torch.float16)
     applied.module = _root_twin(root, torch.float32, None)
     return applied
 
 
 @contextmanager
 def stored_as(root: nn.Module, dtype: torch.dtype) -> Generator[nn.Module, None, None]:
-    """`root` with its floating parameters cast to `dtype`, and its own bits back afterwards."""
-    originals = [(p, p.data) for p in root.parameters() if p.is_floating_point()]
+    """`root` with its floating parameters held in `dtype`, and its own bits back afterwards."""
+    stored = Stored()
     try:
-        for parameter, data in originals:
-            parameter.data = data.to(dtype)
+        for parameter in floating(root):
+            stored.store(parameter, dtype)
         yield root
     finally:
-        for parameter, data in originals:
-            parameter.data = data
+        stored.restore()
+
+
+def floating(root: nn.Module) -> list[nn.Parameter]:
+    """The floating parameters outside of modules that a plan keeps in fp32, each once."""
+    exempt = {id(p) for m in root.modules() if isinstance(m, (Fp32Norm, Island)) for p in m.parameters()}
+    return [p for p in dict.fromkeys(root.parameters()) if p.is_floating_point() and id(p) not in exempt]
 
 
 def weight_exponent(site: str, product: nn.Module) -> int:
@@ -178,20 +212,6 @@ def _root_twin(root: nn.Module, border: torch.dtype, guard: Repair | None) -> nn
     twin.__class__ = _root_class(type(root))
     twin.border, twin.guard = border, guard  # type: ignore[assignment]
     return twin
-
-
-def _store(root: nn.Module, half: torch.dtype, applied: Applied) -> None:
-    """Round every floating parameter outside of the fp32 modules to `half`, once."""
-    exempt = {id(p) for m in root.modules() if isinstance(m, (Fp32Norm, Island)) for p in m.parameters()}
-    for parameter in dict.fromkeys(root.parameters()):
-        if id(parameter) in exempt or not parameter.is_floating_point() or parameter.dtype == half:
-            continue
-        original = parameter.data
-        parameter.data = original.to(half).contiguous()
-        applied.stored.append((parameter, original.dtype))
-        places = (parameter.data.to(original.dtype) != original).flatten().nonzero().squeeze(1)
-        if places.numel():
-            applied.kept_aside.append((parameter, places, original.flatten()[places]))
 
 
 def _check_sites(root: nn.Module, sites: Iterable[str]) -> None:

@@ -29,7 +29,7 @@ def story_page(story: Story, report: Report) -> str:
         f"Prompt: {story.settings.prompt}. Seed {story.settings.seed}, {story.settings.steps} steps, guidance"
         f" {story.settings.cfg:g}. The same noise, the same weights, four precisions."
     )
-    page.picture_row(_pictures(story, report))
+    page.picture_row(_pictures(story))
     page.heading("Why plain fp16 fails")
     page.findings(f for f in report.findings if f.code.startswith("ORIGIN"))
     page.prose(
@@ -45,10 +45,11 @@ def story_page(story: Story, report: Report) -> str:
     return page.render()
 
 
-def _pictures(story: Story, report: Report) -> list[Picture]:
+def _pictures(story: Story) -> list[Picture]:
+    measured = story.distances()
     distances = {
-        "planned-half": f", {report.figures['psnr_vs_fp32']:.1f} dB from fp32",
-        "bf16": f", {report.figures['bf16_psnr_vs_fp32']:.1f} dB from fp32",
+        "planned-half": f", {measured['psnr_vs_fp32']:.1f} dB from fp32",
+        "bf16": f", {measured['bf16_psnr_vs_fp32']:.1f} dB from fp32",
     }
     failed = any(f.level is Level.ERROR for f in story.diagnosis.findings)
     return [
