@@ -25,6 +25,7 @@ from finitune.models.anima.attention import scale_attention
 from finitune.numerics import products
 from finitune.numerics.attention import half_attention
 from finitune.numerics.compare import relative_l2, ulp_histogram
+from finitune.numerics.conv import Geometry
 from finitune.numerics.half import half_conv, half_linear
 from finitune.numerics.products import exact_accumulation
 from finitune.precision.apply import apply_current, apply_plan
@@ -61,7 +62,7 @@ def variants(device: str, tokens: int, stack: ExitStack) -> dict[str, tuple[nn.M
     for name, dtype in (("raw fp16", HALF), ("bf16", torch.bfloat16), ("fp32", SINGLE)):
         rows[name] = block().to(device, dtype), inputs(dtype, tokens, device)
     current = apply_current(block().to(device)).module
-    stack.enter_context(scale_attention(current, partial(half_attention, current=True)))
+    stack.enter_context(scale_attention(current, partial(half_attention, exponent=None)))
     for name, module in (("planned half", planned(block().to(device))), ("current half", current)):
         rows[name] = module, inputs(SINGLE, tokens, device)
     return rows
@@ -78,9 +79,13 @@ def meaning(device: str) -> list[dict[str, Any]]:
         for dtype in (HALF, SINGLE):
             options = {"exponent": exponent, "out_dtype": dtype}
             cases[f"linear k={exponent} {dtype}"] = half_linear, [x, weight.half()], options
-            cases[f"conv2d k={exponent} {dtype}"] = half_conv, [image, kernel.half()], {**options, "padding": 1}
-    for current in (False, True):
-        cases[f"attention current={current}"] = half_attention, heads, {"current": current}
+            cases[f"conv2d k={exponent} {dtype}"] = (
+                half_conv,
+                [image, kernel.half()],
+                {**options, "geometry": Geometry(padding=1)},
+            )
+    for exponent in (0, None):
+        cases[f"attention k={exponent}"] = half_attention, heads, {"exponent": exponent}
     return [{"case": name, **compared(*case, device)} for name, case in cases.items()]
 
 

@@ -10,6 +10,7 @@ import argparse
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def loss_and_gradients(
 def current_half(model: nn.Module, data: dict[str, Tensor]) -> Any:
     """fp16 products with fp32 masters, every product of forward and backward scaled by its own power of two."""
     applied = apply_current(model, masters=True)
-    with scale_attention(applied.module, lambda *a, **k: half_attention(*a, **k, current=True)):
+    with scale_attention(applied.module, partial(half_attention, exponent=None)):
         return loss_and_gradients(applied.module, data, torch.float32)
 
 

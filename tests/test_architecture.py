@@ -37,7 +37,6 @@ MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 7
 MAX_DUPLICATION = 0.02
 WINDOW = 8
-AS_TORCH = {"half_attention", "reference_attention", "half_conv", "reference_conv"}  # torch's own parameters, and ours
 
 LIGHT = ("__init__", "__main__", "cli", "errors", "progress", "report")  # what `finitune --help` imports
 HEAVY = {"torch", "torchvision", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "PIL", "rich"}
@@ -181,7 +180,7 @@ def test_functions_take_few_parameters():
         f"{place(path, function)} {function.name}": count
         for path in sources("src", "tests")
         for function in functions(path)
-        if (count := num_parameters(function)) > MAX_PARAMETERS and function.name not in AS_TORCH
+        if (count := num_parameters(function)) > MAX_PARAMETERS
     }
     assert not wrong
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from finitune.errors import NumericsError
 from finitune.numerics import products
 from finitune.numerics.compare import relative_l2, ulp_distance
+from finitune.numerics.conv import UNIT, Geometry
 from finitune.numerics.exponents import LIMIT, as_stored, current_exponent, power_of_two, rescaled
 from finitune.numerics.formats import exponent_for
 from finitune.numerics.half import half_conv, half_linear, reference_conv, reference_linear, scaled_half
@@ -36,7 +37,7 @@ def linear_case() -> tuple[Tensor, Tensor, dict[str, object]]:
 
 
 def conv2d_case() -> tuple[Tensor, Tensor, dict[str, object]]:
-    return torch.randn(2, 8, 9, 10), torch.randn(12, 4, 3, 3) * 0.2, {"stride": 2, "padding": (1, 2), "groups": 2}
+    return torch.randn(2, 8, 9, 10), torch.randn(12, 4, 3, 3) * 0.2, {"geometry": Geometry(2, (1, 2), groups=2)}
 
 
 def causal_conv3d_case() -> tuple[Tensor, Tensor, dict[str, object]]:
@@ -57,7 +58,11 @@ def twin_of(weight: Tensor) -> Callable[..., Tensor]:
 
 
 def plain_of(weight: Tensor) -> Callable[..., Tensor]:
-    return {2: F.linear, 4: F.conv2d, 5: F.conv3d}[weight.ndim]
+    """torch's own function, its geometry as ours is given."""
+    if weight.ndim == 2:
+        return F.linear
+    convolve = {4: F.conv2d, 5: F.conv3d}[weight.ndim]
+    return lambda x, w, b=None, geometry=UNIT: convolve(x, w, b, *geometry.over(weight.ndim - 2))
 
 
 def gradients(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor, **options: object) -> list[Tensor]:
@@ -218,7 +223,7 @@ def test_another_convolution_is_refused() -> None:
         half_conv(torch.ones(1, 1, 4), torch.ones(1, 1, 3))
     assert refused.value.code == "CONV-RANK"
     with pytest.raises(NumericsError) as refused:
-        half_conv(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3), padding="same")  # type: ignore[arg-type]
+        half_conv(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3), geometry=Geometry(padding="same"))  # type: ignore[arg-type]
     assert refused.value.code == "CONV-PADDING"
 
 
@@ -310,7 +315,7 @@ def test_fp16_convolutions_are_made_to_fit_in_both_directions() -> None:
     from finitune.numerics import conv
 
     x, weight, options = conv2d_case()
-    geometry = conv._geometry(2, options["stride"], options["padding"], 1, options["groups"])
+    geometry = options["geometry"].over(2)
     x16, weight16 = (x * 8000).half(), (weight * 50).half()
 
     def forward(a: Tensor, b: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def in_precision(parts: AnimaParts, precision: str, plan: PrecisionPlan | None =
 
 
 def _current_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return half_attention(*args, **kwargs, current=True)
+    return half_attention(*args, **kwargs, exponent=None)
 
 
 @contextmanager

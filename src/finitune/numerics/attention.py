@@ -42,14 +42,13 @@ def half_attention(
     is_causal: bool = False,
     scale: float | None = None,
     exponent: int | None = 0,
-    current: bool = False,
 ) -> Tensor:
     """softmax(scale * q k^T + mask) v on fp16 operands, as `scaled_dot_product_attention` takes them: (..., L, D).
 
-    fp32 or fp16 in; out in v's dtype. `exponent` is v's planned exponent, None for its current one; `current` gives q,
-    k and v their own current exponents. `mask` is bool (True takes part) or additive, broadcastable to (..., Lq, Lk);
+    fp32 or fp16 in; out in v's dtype. `exponent` is v's planned exponent; None gives q, k and v their own current
+    exponents. `mask` is bool (True takes part) or additive, broadcastable to (..., Lq, Lk);
     `is_causal` aligns at the top left and may come with a mask. `scale` is 1 / sqrt(D) by default. Differentiable in
-    q, k and v. On CUDA without `current` the fused kernels run; with it, logits are taken block by block. Raises
+    q, k and v. On CUDA by plan the fused kernels run; with current exponents, logits are taken block by block. Raises
     NumericsError for a mask that asks for a gradient.
     """
     if mask is not None and mask.requires_grad:
@@ -61,7 +60,7 @@ def half_attention(
         )
     softmax_scale = q.shape[-1] ** -0.5 if scale is None else scale
     masking = Masking.of(mask, is_causal)
-    return _HalfAttention.apply(q, k, v, masking, softmax_scale, None if current else exponent, current)
+    return _HalfAttention.apply(q, k, v, masking, softmax_scale, exponent)
 
 
 def reference_attention(
@@ -73,12 +72,10 @@ def reference_attention(
     is_causal: bool = False,
     scale: float | None = None,
     exponent: int | None = 0,
-    current: bool = False,
 ) -> Tensor:
     """The slow twin of `half_attention`: fp64 on the same rounded operands, written out; returns fp64."""
-    qk_exponent = None if current else 0
-    q64, k64 = as_stored(q, qk_exponent), as_stored(k, qk_exponent)
-    v64 = as_stored(v, None if current else exponent)
+    qk_exponent = None if exponent is None else 0
+    q64, k64, v64 = as_stored(q, qk_exponent), as_stored(k, qk_exponent), as_stored(v, exponent)
     masking = Masking.of(mask, is_causal)
     logits = q64 @ k64.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     allowed = ~masking.hidden(slice(0, q.shape[-2]), k.shape[-2], q.device).expand_as(logits)
@@ -148,9 +145,8 @@ class _HalfAttention(torch.autograd.Function):
         masking: Masking,
         scale: float,
         exponent: int | None,
-        current: bool,
     ) -> Tensor:
-        qk_exponent = None if current else 0
+        qk_exponent = None if exponent is None else 0
         (q16, kq), (k16, kk), (v16, kv) = (
             scaled_half(q, qk_exponent),
             scaled_half(k, qk_exponent),
@@ -177,7 +173,7 @@ class _HalfAttention(torch.autograd.Function):
         of_q, of_k, of_v = _backward_blocks(operands, Masking(mask, ctx.is_causal), ctx.scale, grads[0])
         q_dtype, k_dtype, v_dtype = ctx.dtypes
         of_q = of_q.view(q16.shape).to(q_dtype)
-        return of_q, of_k.view(k16.shape).to(k_dtype), of_v.view(v16.shape).to(v_dtype), None, None, None, None
+        return of_q, of_k.view(k16.shape).to(k_dtype), of_v.view(v16.shape).to(v_dtype), None, None, None
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, masking: Masking, scale: float) -> Tensor:

@@ -24,23 +24,45 @@ Extent = int | Sequence[int]
 
 
 class Geometry(NamedTuple):
-    """How a filter walks: one int per spatial dimension, and the number of channel groups."""
+    """How a filter walks: an int, or one per spatial dimension, and the number of channel groups; torch's order."""
 
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    stride: Extent = 1
+    padding: Extent = 0
+    dilation: Extent = 1
+    groups: int = 1
+
+    def over(self, rank: int) -> Geometry:
+        """The same with one int per spatial dimension; raises NumericsError for what is not 2-D or 3-D, or named."""
+        if rank not in (2, 3):
+            raise NumericsError(
+                f"A half convolution is 2-D or 3-D, this weight is {rank}-D.",
+                code="CONV-RANK",
+                evidence={"spatial_dimensions": rank},
+                remedy="Add a spatial dimension of length 1, or keep this convolution in fp32.",
+            )
+        if isinstance(self.padding, str):
+            raise NumericsError(
+                f"A half convolution takes its padding as numbers, not as {self.padding!r}.",
+                code="CONV-PADDING",
+                remedy="Give the number of zeros per side, or pad in front of the convolution.",
+            )
+
+        def per_dimension(extent: Extent) -> tuple[int, ...]:
+            return (extent,) * rank if isinstance(extent, int) else tuple(extent)
+
+        stride, padding, dilation = map(per_dimension, (self.stride, self.padding, self.dilation))
+        return Geometry(stride, padding, dilation, self.groups)
+
+
+UNIT = Geometry()
 
 
 def half_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    geometry: Geometry = UNIT,
     *,
-    stride: Extent = 1,
-    padding: Extent = 0,
-    dilation: Extent = 1,
-    groups: int = 1,
     exponent: int | None = 0,
     out_dtype: torch.dtype = torch.float32,
     weight_exponent: int = 0,
@@ -53,28 +75,23 @@ def half_conv(
     padding, or an `out_dtype` other than fp16 and fp32.
     """
     check_out_dtype(out_dtype)
-    geometry = _geometry(weight.ndim - 2, stride, padding, dilation, groups)
-    return _HalfConv.apply(x, weight, bias, geometry, exponent, out_dtype, weight_exponent)
+    return _HalfConv.apply(x, weight, bias, geometry.over(weight.ndim - 2), exponent, out_dtype, weight_exponent)
 
 
 def reference_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    geometry: Geometry = UNIT,
     *,
-    stride: Extent = 1,
-    padding: Extent = 0,
-    dilation: Extent = 1,
-    groups: int = 1,
     exponent: int | None = 0,
     out_dtype: torch.dtype = torch.float32,
     weight_exponent: int = 0,
 ) -> Tensor:
     """The slow twin of `half_conv`: fp64 on the same rounded operands, one rounding; fp64 all through if asked."""
-    geometry = _geometry(weight.ndim - 2, stride, padding, dilation, groups)
     stored = as_stored(weight, None) * 2.0**weight_exponent
     wide_bias = None if bias is None else bias.double()
-    return _convolution(as_stored(x, exponent), stored, wide_bias, geometry).to(out_dtype)
+    return _convolution(as_stored(x, exponent), stored, wide_bias, geometry.over(weight.ndim - 2)).to(out_dtype)
 
 
 class _HalfConv(torch.autograd.Function):
@@ -173,29 +190,7 @@ def _convolution_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of input, weight and bias as `wanted`; an operand that only lends its shape may be an expanded one."""
     stride, padding, dilation, groups = geometry
-    transposed, output_padding = False, (0,) * len(stride)
+    transposed, output_padding = False, (0,) * (weight.ndim - 2)
     return torch.ops.aten.convolution_backward.default(
         grad, x, weight, None, stride, padding, dilation, transposed, output_padding, groups, wanted
     )
-
-
-def _geometry(rank: int, stride: Extent, padding: Extent | str, dilation: Extent, groups: int) -> Geometry:
-    if rank not in (2, 3):
-        raise NumericsError(
-            f"A half convolution is 2-D or 3-D, this weight is {rank}-D.",
-            code="CONV-RANK",
-            evidence={"spatial_dimensions": rank},
-            remedy="Add a spatial dimension of length 1, or keep this convolution in fp32.",
-        )
-
-    if isinstance(padding, str):
-        raise NumericsError(
-            f"A half convolution takes its padding as numbers, not as {padding!r}.",
-            code="CONV-PADDING",
-            remedy="Give the number of zeros per side, or pad in front of the convolution.",
-        )
-
-    def per_dimension(extent: Extent) -> tuple[int, ...]:
-        return (extent,) * rank if isinstance(extent, int) else tuple(extent)
-
-    return Geometry(per_dimension(stride), per_dimension(padding), per_dimension(dilation), groups)

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finitune.numerics.half import half_conv, half_linear
+from finitune.numerics.conv import Geometry, half_conv
+from finitune.numerics.half import half_linear
 from finitune.precision.plan import Line
 
 
@@ -92,24 +93,20 @@ class ConvTwin(HalfProduct):
         conv: Any = self
         if conv.padding_mode != "zeros":
             input = F.pad(input, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
-        geometry: dict[str, Any] = {
-            "stride": conv.stride,
-            "padding": conv.padding if conv.padding_mode == "zeros" else 0,
-            "dilation": conv.dilation,
-            "groups": conv.groups,
-        }
+        padding = conv.padding if conv.padding_mode == "zeros" else 0
+        geometry = Geometry(conv.stride, padding, conv.dilation, conv.groups)
         if self.arithmetic is torch.float16:
             return half_conv(
                 input,
                 weight,
                 self.stored_bias(bias),
-                **geometry,
+                geometry,
                 exponent=self.exponent,
                 out_dtype=self.out_dtype,
                 weight_exponent=self.stored_exponent,
             )
         convolve = getattr(F, f"conv{weight.ndim - 2}d")
-        return self.scaled(convolve(self.unscaled(input), weight.float(), self.unscaled_bias(bias), **geometry))
+        return self.scaled(convolve(self.unscaled(input), weight.float(), self.unscaled_bias(bias), *geometry))
 
 
 class Fp32Norm(nn.Module):
