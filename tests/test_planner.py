@@ -46,9 +46,8 @@ def test_raw_half_is_not_finite_where_the_plan_is(planned):
     with stored_as(model, torch.float16):
         cast = [dataclasses.replace(c, kwargs=_halved(c.kwargs)) for c in calls]
         assert not any(y.isfinite().all() for y in outputs(model, cast))
-    applied = apply_plan(model, plan)
-    assert all(y.isfinite().all() for y in outputs(applied.module, calls))
-    applied.undo()
+    with apply_plan(model, plan) as planned_model:
+        assert all(y.isfinite().all() for y in outputs(planned_model, calls))
 
 
 def test_each_dropped_line_leaves_something_that_does_not_fit(planned):
@@ -91,9 +90,8 @@ def test_current_scaling_needs_no_plan(stream_exponent):
     model, calls = cosmos(stream_exponent), cosmos_calls()
     with stored_as(model, torch.float32):
         reference = outputs(model, calls)
-    applied = apply_current(model)
-    ours = outputs(applied.module, calls)
-    applied.undo()
+    with apply_current(model) as current:
+        ours = outputs(current, calls)
     assert max(relative_l2(a, b) for a, b in zip(ours, reference, strict=True)) < 2e-3
 
 

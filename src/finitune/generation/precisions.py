@@ -15,7 +15,7 @@ from finitune.models.anima.attention import scale_attention
 from finitune.models.anima.load import AnimaParts, pipeline
 from finitune.numerics.attention import half_attention
 from finitune.numerics.products import exact_accumulation
-from finitune.precision.apply import Applied, apply_current, apply_plan, stored_as
+from finitune.precision.apply import apply_current, apply_plan, stored_as
 from finitune.precision.guard import Guard
 from finitune.precision.plan import ComponentPlan, PrecisionPlan
 from finitune.precision.planner import tensor_core
@@ -66,7 +66,7 @@ def in_precision(parts: AnimaParts, precision: str, plan: PrecisionPlan | None =
         if precision in PLAIN:
             modules = {name: stack.enter_context(stored_as(m, PLAIN[precision])) for name, m in originals.items()}
         elif precision == "current-half":
-            modules = {name: stack.enter_context(_undone(apply_current(m))) for name, m in originals.items()}
+            modules = {name: stack.enter_context(apply_current(m)) for name, m in originals.items()}
             for name in ("text_conditioner", "transformer"):
                 stack.enter_context(scale_attention(modules[name], _current_attention))
         else:
@@ -75,8 +75,8 @@ def in_precision(parts: AnimaParts, precision: str, plan: PrecisionPlan | None =
             modules = {}
             for name, module in originals.items():
                 component = plan.components.get(name, ComponentPlan())
-                applied = apply_plan(module, component, guard=guard if name == "transformer" else None)
-                modules[name] = stack.enter_context(_undone(applied))
+                guarded = guard if name == "transformer" else None
+                modules[name] = stack.enter_context(apply_plan(module, component, guard=guarded))
         pipe = pipeline(replace(parts, **modules))
         if precision != "fp32":
             stack.enter_context(tensor_core(parts.transformer))
@@ -85,11 +85,3 @@ def in_precision(parts: AnimaParts, precision: str, plan: PrecisionPlan | None =
 
 def _current_attention(*args: Any, **kwargs: Any) -> torch.Tensor:
     return half_attention(*args, **kwargs, exponent=None)
-
-
-@contextmanager
-def _undone(applied: Applied) -> Iterator[nn.Module]:
-    try:
-        yield applied.module
-    finally:
-        applied.undo()

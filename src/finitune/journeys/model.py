@@ -122,7 +122,8 @@ def plan_for(
             report.add(Level.WARNING, "PLAN-STALE", str(chosen), "it is of another checkpoint; a new one is made")
             return _make_plan(choice, parts, settings, report, progress)
         plan.check_fingerprint(parts.fingerprint, str(chosen))
-        report.add(Level.NOTE, "PLAN-LOADED", str(chosen), f"a plan of {_lines(plan)} lines; {plan.calibration}")
+        place = str(path or own) if chosen != plan_file() else f"shipped with {choice.model}"
+        report.add(Level.NOTE, "PLAN-LOADED", place, f"a plan of {_lines(plan)} lines; {plan.calibration}")
         return plan
     return _make_plan(choice, parts, settings, report, progress)
 

@@ -92,7 +92,7 @@ class Stored:
 
 @dataclass
 class Applied:
-    """A component with a plan in force: use `module`, or take everything back with `undo`."""
+    """A component with a plan in force: `with` it, or use `module` and take everything back with `undo`."""
 
     module: nn.Module
     original: nn.Module
@@ -103,6 +103,12 @@ class Applied:
     def rounded_weights(self) -> int:
         """How many weights half could not hold exactly."""
         return self.stored.rounded
+
+    def __enter__(self) -> nn.Module:
+        return self.module
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
 
     def put(self, site: str, module: nn.Module) -> None:
         """Put a module in place, and remember the one that stood there."""

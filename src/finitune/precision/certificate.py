@@ -65,16 +65,15 @@ def prove(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call], asked_bit
     with stored_as(root, torch.float32):
         reference = outputs(root, calls)
         sites = site_errors(root, plan, calls[:: max(1, len(calls) // 4)])
-    exact = apply_plan(root, plan, torch.float32)
-    algebra = _worst(outputs(exact.module, calls), reference)
-    exact.undo()
+    with apply_plan(root, plan, torch.float32) as exact:
+        algebra = _worst(outputs(exact, calls), reference)
     with stored_as(root, torch.bfloat16):
         bf16 = _worst(outputs(root, in_dtype(calls, torch.bfloat16)), reference)
     applied = apply_plan(root, plan)
-    ours = outputs(applied.module, calls)
-    tape = record(applied.module, calls).tape()
-    rounded = applied.rounded_weights
-    applied.undo()
+    with applied as planned:
+        ours = outputs(planned, calls)
+        tape = record(planned, calls).tape()
+        rounded = applied.rounded_weights
     raw = _raw_half_bytes(root, calls[:1])
     one = _bytes_of(root, plan, calls[:1])
     droppable = [line for line in plan.lines if not _needed_by_any(root, plan, line, calls, asked_bits)]
@@ -181,11 +180,8 @@ def _raw_half_bytes(root: nn.Module, calls: Sequence[Call]) -> int:
 
 
 def _bytes_of(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call]) -> int:
-    applied = apply_plan(root, plan)
-    try:
-        return record(applied.module, calls).tape().bytes_moved
-    finally:
-        applied.undo()
+    with apply_plan(root, plan) as planned:
+        return record(planned, calls).tape().bytes_moved
 
 
 def _worst(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> float:

@@ -142,11 +142,8 @@ def _cured(
 def measure(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call]) -> tuple[Tape, ComponentPlan]:
     """The ranges of `plan`'s flow of dtypes, and the plan with its casts: the norms that read fp32."""
     everywhere = replace(plan, casts=tuple(leaf_norms(root)))
-    applied = apply_plan(root, everywhere, HALF_STAND_IN)
-    try:
-        recorder = record(applied.module, calls, HALF_STAND_IN)
-    finally:
-        applied.undo()
+    with apply_plan(root, everywhere, HALF_STAND_IN) as measured:
+        recorder = record(measured, calls, HALF_STAND_IN)
     casts = tuple(site for site, dtype in recorder.norm_inputs.items() if dtype == torch.float32)
     tape = recorder.tape()
     broken = tape.nonfinite()
@@ -241,9 +238,12 @@ def _minimal(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call], headro
 
 
 def is_needed(root: nn.Module, plan: ComponentPlan, line: Line, calls: Sequence[Call], headroom_bits: float) -> bool:
-    """True where the plan without `line` leaves a tensor that fp16 cannot hold."""
+    """True where the plan without `line` leaves a tensor that fp16 cannot hold, or does not run at all."""
     dropped = plan.without(line)
-    tape, _ = measure(root, dropped, calls)
+    try:
+        tape, _ = measure(root, dropped, calls)
+    except DtypesRefused:
+        return True
     return bool(misfits(dropped, tape, headroom_bits))
 
 
