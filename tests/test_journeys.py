@@ -21,6 +21,7 @@ from finitune.models.anima.load import load_folder, save_three_files
 from finitune.models.pico import STREAM_EXPONENT, folder, plan_file, scale_stream_
 from finitune.precision.origin import replay
 from finitune.precision.plan import PrecisionPlan
+from finitune.precision.probe import Ranges
 from finitune.render.story import story_page
 
 PROMPT = "red apple"
@@ -118,6 +119,8 @@ def test_diagnosis_names_what_a_brute_force_run_names(parts, tmp_path):
     assert named == [brute.site, brute.op, brute.value]
     assert report.figures["origin_value"] > 65504 and report.figures["origin_step"] == 0
     assert (tmp_path / "asked.suspect.png").exists() and (tmp_path / "by-plan.png").exists()
+    over = Ranges.load(tmp_path / "ranges.json").over_half()
+    assert "transformer_blocks.5" in over and [table.title for table in report.tables][-1].startswith("beyond fp16")
 
 
 def test_diagnosis_acquits_precision_where_fp32_is_as_bad(parts, monkeypatch):

@@ -127,7 +127,7 @@ def diagnose(
     precision
         How the picture was computed when it failed.
     out
-        A folder for the evidence: the picture as it was asked for, and the one that a plan draws.
+        A folder for the evidence: the picture as it was asked for, the one that a plan draws, the ranges.
     """
     from finitune.journeys import diagnose as journey
 

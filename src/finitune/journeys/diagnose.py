@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from finitune.models.anima.load import AnimaParts
     from finitune.precision.origin import Origin
     from finitune.precision.planner import Call
+    from finitune.precision.probe import Ranges
     from finitune.progress import Progress
+
+
+SHOWN_SITES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +78,14 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
         _judge_finite_run(parts, settings, drawing, report, progress)
         return report
     report.findings.extend(verdict.findings)
-    if not fp32_is_finite(parts, bad):
+    finite, ranges = replay_in_fp32(parts, bad)
+    if request.out:
+        ranges.save(request.out / "ranges.json")
+        report.artifacts["ranges"] = str(request.out / "ranges.json")
+    if not finite:
         _acquit(parts, bad, report)
         return report
+    report.tables.append(range_table(ranges))
     _blame(bad, origin, report)
     _cure(request, parts, settings, report, progress)
     return report
@@ -116,16 +125,26 @@ def origin_of(running: Running, stage: Stage) -> Origin | None:
     return first_origin(running.modules[stage.component], stage.call, stage.number)
 
 
-def fp32_is_finite(parts: AnimaParts, stage: Stage) -> bool:
-    """Replay a stage in fp32 from the inputs that it was given."""
+def replay_in_fp32(parts: AnimaParts, stage: Stage) -> tuple[bool, Ranges]:
+    """Run a stage in fp32 from the inputs that it was given: is its output finite, and how large does it get inside?"""
     import torch
 
     from finitune.precision.apply import stored_as
     from finitune.precision.certificate import in_dtype, outputs
+    from finitune.precision.probe import is_finite, probe
 
     module: nn.Module = getattr(parts, stage.component)
-    with stored_as(module, torch.float32):
-        return all(bool(y.isfinite().all()) for y in outputs(module, in_dtype([stage.call], torch.float32)))
+    with stored_as(module, torch.float32), probe(module, parts.fingerprint) as ranges:
+        found = outputs(module, in_dtype([stage.call], torch.float32))
+    return is_finite(found), ranges
+
+
+def range_table(ranges: Ranges) -> Table:
+    """The sites whose output fp16 could not hold, the largest first."""
+    over = sorted(ranges.over_half().items(), key=lambda item: -item[1])
+    rows = tuple((site, f"{amax:.4g}", f"{-ranges.headroom_bits[site]:.1f}") for site, amax in over[:SHOWN_SITES])
+    title = f"beyond fp16 in this call, run in fp32: {len(over)} of {len(ranges.sites)} sites"
+    return Table(title, ("site", "largest output", "bits too many"), rows)
 
 
 def _blame(stage: Stage, origin: Origin | None, report: Report) -> None:
