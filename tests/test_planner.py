@@ -235,3 +235,12 @@ def test_weights_come_back_bit_for_bit_from_any_dtype(stored, held):
     with stored_as(model, getattr(torch, held)):
         assert {p.dtype for p in model.parameters()} == {getattr(torch, held)}
     assert all(torch.equal(p, b) and p.dtype == b.dtype for p, b in zip(model.parameters(), bits, strict=True))
+
+
+@torch.no_grad()
+def test_a_planned_model_is_one_graph_for_a_compiler(planned):
+    model, calls, plan = planned
+    with apply_plan(model, plan) as planned_model:
+        (reference,) = outputs(planned_model, calls[:1])
+        compiled = torch.compile(planned_model, backend="eager", fullgraph=True)
+        assert relative_l2(compiled(**calls[0].kwargs)[0], reference) < 1e-3
