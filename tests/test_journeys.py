@@ -19,10 +19,10 @@ from finitune.generation.settings import Settings
 from finitune.journeys import demo, diagnose, generate, plan
 from finitune.models.anima.load import load_folder, save_three_files
 from finitune.models.pico import STREAM_EXPONENT, folder, plan_file, scale_stream_
-from finitune.precision.origin import replay
 from finitune.precision.plan import PrecisionPlan
 from finitune.precision.probe import Ranges
 from finitune.render.story import story_page
+from tests.brute import first_bad
 
 PROMPT = "red apple"
 STEPS = 4
@@ -57,7 +57,7 @@ def test_plain_half_is_black_and_says_so(tmp_path):
     out = tmp_path / "apple.png"
     report = generate.run(generate.Request(model="pico-anima", precision="raw-half", steps=STEPS, out=out))
     assert report.exit_code == 1 and "NONFINITE-LATENTS" in codes(report)
-    assert "finitune diagnose pico-anima" in report.findings[-1].remedy
+    assert f"finitune diagnose pico-anima --steps {STEPS} --precision raw-half" in report.findings[-1].remedy
     suspect = tmp_path / "apple.suspect.png"
     assert report.artifacts == {"picture": str(suspect)} and not out.exists()
     assert Image.open(suspect).getextrema() == ((0, 0),) * 3
@@ -114,9 +114,9 @@ def test_diagnosis_names_what_a_brute_force_run_names(parts, tmp_path):
 
         with recorded(running) as recording:
             draw(running, [request.settings()])
-        brute = replay(running.modules["transformer"], recording.calls["transformer"][0])
+        brute = first_bad(running.modules["transformer"], recording.calls["transformer"][0])
     named = [report.figures[key] for key in ("origin_site", "origin_op", "origin_value")]
-    assert named == [brute.site, brute.op, brute.value]
+    assert named == [*brute.found, brute.value]
     assert report.figures["origin_value"] > 65504 and report.figures["origin_step"] == 0
     assert (tmp_path / "asked.suspect.png").exists() and (tmp_path / "by-plan.png").exists()
     over = Ranges.load(tmp_path / "ranges.json").over_half()
@@ -177,6 +177,7 @@ def test_demo_tells_the_story_on_one_page(tmp_path):
     assert report.exit_code == 0, [f.message for f in report.findings]
     assert report.figures["psnr_vs_fp32"] > report.figures["bf16_psnr_vs_fp32"]
     page = (tmp_path / "report.html").read_text()
+    assert page.count('class="bad">the picture is black<') == 1 and page.count('class="good"') == 3
     assert page.count("data:image/png;base64,") == 4 and "<svg" in page and "patch_embed" in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -256,3 +257,30 @@ def bad_files(tmp: Path, real: Path) -> None:
     lora = {f"lora_unet_blocks_0_mlp_layer1.lora_{part}.weight": torch.zeros(4, 4) for part in ("down", "up")}
     save_tensors(tmp / "lora.safetensors", lora)
     torch.save({"weight": torch.zeros(2)}, tmp / "model.ckpt")
+
+
+def test_a_plan_that_breaks_a_promise_is_kept_as_suspect(monkeypatch, tmp_path):
+    from finitune.generation import planning
+
+    certify = planning.certify
+    monkeypatch.setattr(
+        "finitune.generation.planning.certify",
+        lambda *a, **k: {name: replace(c, headroom_bits_min=1.0) for name, c in certify(*a, **k).items()},
+    )
+    report = plan.run(plan.Request(model="pico-anima", steps=1, out=tmp_path / "mine.toml"))
+    assert report.exit_code == 1 and "PLAN-HEADROOM" in codes(report)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.suspect.toml"]
+
+
+def test_the_next_command_repeats_the_whole_request():
+    request = generate.Request(model="my model", prompt="it's", seed=3, cfg=2.5, precision="bf16", out=Path("x.png"))
+    assert request.typed() == "'my model' --prompt 'it'\"'\"'s' --cfg 2.5 --seed 3"
+
+
+def test_a_cpu_that_was_asked_for_is_not_given_the_precision_of_a_gpu(monkeypatch):
+    from finitune.report import Report
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    report = Report("generate")
+    assert generate.choose_precision(generate.Request(model="pico-anima", device="cpu"), report) == "planned-half"
+    assert [finding.subject for finding in report.findings] == ["cpu"]

@@ -9,40 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from finitune.precision.apply import stored_as
 from finitune.precision.certificate import in_dtype
 from finitune.precision.origin import first_origin, kind_of, replay
-from finitune.precision.planner import Call, record, tensor_core
-from finitune.precision.probe import is_finite
-from finitune.precision.sites import ModulePath
-from finitune.precision.tape import CONSTANT_OPS
+from finitune.precision.planner import Call, record
+from tests.brute import brute_force
 from tests.tiny import cosmos, cosmos_calls
-
-
-class FirstBad(TorchDispatchMode):
-    """The obvious twin: stop at the first operation whose floating inputs are finite and whose output is not."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.path, self.found = path, None
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        finite = is_finite((args, kwargs or {}))
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if self.found is None and finite and name not in CONSTANT_OPS and not is_finite(result):
-            self.found = (self.path.here, name)
-        return result
-
-
-@torch.no_grad()
-def brute_force(root, call):
-    path = ModulePath(root)
-    with path, tensor_core(root), FirstBad(path) as twin:
-        call.run(root)
-    return twin.found
 
 
 def call_of(*values, **kwargs):

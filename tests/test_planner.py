@@ -141,6 +141,21 @@ def test_guard_repairs_a_constant_that_is_exceeded(planned):
     applied.undo()
 
 
+def test_an_amended_plan_keeps_what_its_lines_had():
+    model, calls = cosmos(stream_exponent=30), cosmos_calls(1)
+    plan = plan_component(model, calls, 2, "fp32")
+    heavy = next(line for line in plan.lines if line.weight_exponent > 0)
+    tight = plan.with_line(dataclasses.replace(heavy, exponent=-60))
+    guard = Guard()
+    with apply_plan(model, tight, guard=guard) as repaired:
+        assert outputs(repaired, calls)[0].isfinite().all()
+    assert [trip.site for trip in guard.trips] == [heavy.site]
+    amended = guard.amended(tight)
+    with apply_plan(model, amended) as again:
+        assert outputs(again, calls)[0].isfinite().all()
+    assert next(line for line in amended.lines if line.site == heavy.site).weight_exponent == heavy.weight_exponent
+
+
 def test_plan_text_round_trip(planned, tmp_path):
     _, _, component = planned
     measured = component.with_line(Line("proj_out", exponent=None, reason="tripped"))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from finitune.generation.planning import calibrate, plan_model
@@ -49,20 +49,16 @@ class AppliedPlan:
     """A pipeline with a plan in force; `undo`, or the end of a `with` block, restores its modules and bits."""
 
     pipe: Any
-    _context: Any
-    _originals: dict[str, Any]
+    _in_force: ExitStack
 
     def undo(self) -> None:
         """Take the plan out again."""
-        self._context.__exit__(None, None, None)
-        self.pipe.update_components(**self._originals)
+        self._in_force.close()
 
     def __enter__(self) -> Any:
         return self.pipe
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 
@@ -82,8 +78,8 @@ def apply(pipe: Any, plan: PrecisionPlan) -> AppliedPlan:
     """
     parts: AnimaParts = parts_of(pipe)
     plan.check_fingerprint(parts.fingerprint, type(pipe).__name__)
-    context = in_precision(parts, "planned-half", plan)
-    running = context.__enter__()
-    originals = {name: getattr(parts, name) for name in running.modules}
-    pipe.update_components(**running.modules)
-    return AppliedPlan(pipe, context, originals)
+    with ExitStack() as stack:
+        running = stack.enter_context(in_precision(parts, "planned-half", plan))
+        stack.callback(pipe.update_components, **{name: getattr(parts, name) for name in running.modules})
+        pipe.update_components(**running.modules)
+        return AppliedPlan(pipe, stack.pop_all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from finitune.precision.plan import ComponentPlan, PrecisionPlan
 from finitune.precision.planner import tensor_core
 
 COMPONENTS = ("text_encoder", "text_conditioner", "transformer", "vae")
-Precision = Literal["planned-half", "current-half", "bf16", "fp32", "raw-half"]
 PRECISIONS: dict[str, str] = {
     "planned-half": "fp16 by the plan: fp32 where the plan says so, power-of-two scales, guarded",
     "current-half": "fp16 products, each scaled by its own measured power of two; everything else fp32; needs no plan",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from finitune.errors import FinituneError
 from finitune.journeys import diagnose, plan
-from finitune.journeys.model import load_model, write_plan
+from finitune.journeys.model import write_plan
 from finitune.report import Finding, Level, Report
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ def run(request: Request, page: Callable[[Story, Report], str], progress: Progre
     report = Report("demo")
     try:
         choice = diagnose.Request(model="pico-anima", prompt=plan.DEFAULT_PROMPTS[0], steps=request.steps)
-        parts = load_model(choice)
-        story = _tell(parts, choice, progress)
+        story = _tell(choice, progress)
         report.figures.update(story.proof.figures())
         report.figures.update({k: v for k, v in story.diagnosis.figures.items() if k.startswith("origin_")})
         report.findings.extend(_as_shown(story.diagnosis))
@@ -65,14 +64,12 @@ def run(request: Request, page: Callable[[Story, Report], str], progress: Progre
     return report
 
 
-def _tell(parts: AnimaParts, choice: diagnose.Request, progress: Progress | None) -> Story:
-    from finitune.generation.planning import draw_in
-
-    settings = choice.settings()
-    raw = draw_in(parts, "raw-half", [settings], progress=progress)
-    diagnosis = diagnose.run(choice, progress)
+def _tell(choice: diagnose.Request, progress: Progress | None) -> Story:
+    diagnosis = Report("diagnose")
+    parts, raw = diagnose.examine(choice, diagnosis, progress)
     pictures = plan.Request(model=choice.model, seed=choice.seed, steps=choice.steps).pictures()
     proof = plan.plan_and_prove(parts, choice.model, pictures, 2, progress)
+    settings = choice.settings()
     drawings = {"raw-half": raw, **proof.drawings}
     return Story(settings, drawings, diagnosis, proof, block_ranges(parts, settings))
 

@@ -53,12 +53,14 @@ def run(request: Request, progress: Progress | None = None) -> Report:
     """Run the picture as asked, find the first bad stage, judge it against fp32, name the operation and the cure."""
     report = Report("diagnose")
     try:
-        return _run(request, report, progress)
+        examine(request, report, progress)
     except FinituneError as error:
         return report.fail(error)
+    return report
 
 
-def _run(request: Request, report: Report, progress: Progress | None) -> Report:
+def examine(request: Request, report: Report, progress: Progress | None = None) -> tuple[AnimaParts, Drawing]:
+    """Climb the ladder, everything found going into `report`; the model, and the picture as it was asked for."""
     from finitune.generation.draw import draw, recorded
     from finitune.generation.precisions import in_precision
     from finitune.generation.verdict import judge
@@ -76,19 +78,19 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     _keep(request, report, "asked", drawing, good=verdict.good)
     if bad is None:
         _judge_finite_run(parts, settings, drawing, report, progress)
-        return report
+        return parts, drawing
     report.findings.extend(verdict.findings)
     finite, ranges = replay_in_fp32(parts, bad)
     if request.out:
         ranges.save(request.out / "ranges.json")
         report.artifacts["ranges"] = str(request.out / "ranges.json")
-    if not finite:
+    if finite:
+        report.tables.append(range_table(ranges))
+        _blame(bad, origin, report)
+        _cure(request, parts, settings, report, progress)
+    else:
         _acquit(parts, bad, report)
-        return report
-    report.tables.append(range_table(ranges))
-    _blame(bad, origin, report)
-    _cure(request, parts, settings, report, progress)
-    return report
+    return parts, drawing
 
 
 def stages_of(parts: AnimaParts, recording: Recording, drawing: Drawing, steps: int) -> list[Stage]:
@@ -149,6 +151,9 @@ def range_table(ranges: Ranges) -> Table:
 
 def _blame(stage: Stage, origin: Origin | None, report: Report) -> None:
     if origin is None:
+        message = f"call {stage.number} was not finite in the run, and is finite when it is repeated"
+        remedy = "Run it again; where this comes back, the computation is not deterministic or the memory is faulty."
+        report.add(Level.ERROR, "ORIGIN-NOT-FOUND", stage.component, message, remedy=remedy)
         return
     report.figures.update(
         origin_stage=stage.component,
@@ -194,7 +199,7 @@ def _judge_finite_run(
     report.figures["psnr_vs_fp32"] = psnr_db(drawing.pixels.float(), reference.pixels.float(), 255.0)
     verdict = judge(drawing.latents, drawing.pixels, remedy="fp32 draws this picture well: use a plan.")
     if verdict.good:
-        report.add(Level.NOTE, "RUN-IS-FINITE", "picture", "every stage was finite, the picture is good")  # type: ignore[arg-type]
+        report.add(Level.NOTE, "RUN-IS-FINITE", "picture", "every stage was finite, the picture is good")
         return
     report.findings.extend(verdict.findings)
     if judge(reference.latents, reference.pixels, remedy="").good:
@@ -239,7 +244,7 @@ def _cure(request: Request, parts: AnimaParts, settings: Settings, report: Repor
     good = judge(after.latents, after.pixels, remedy="").good
     report.figures["cured_by_plan"] = good
     _keep(request, report, "by-plan", after, good=good)
-    command = f'finitune generate {request.model} --prompt "{request.prompt}" --precision planned-half'
+    command = f"finitune generate {request.typed()} --precision planned-half"
     message = "by the plan the same picture is finite and good" if good else "by the plan the picture is still bad"
     report.add(Level.NOTE if good else Level.ERROR, "CURE", "plan", message, remedy=f"Next: {command}")
 

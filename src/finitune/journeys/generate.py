@@ -11,6 +11,7 @@ from finitune.journeys.model import (
     OUTPUT,
     SHIPPED,
     ModelChoice,
+    choose_device,
     default_size,
     display_name,
     load_model,
@@ -79,7 +80,8 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
         drawing = draw(running, [settings], progress)
     if plan and running.guard.trips:
         _tell_of_trips(request, report, running.guard, plan)
-    verdict = judge(drawing.latents, drawing.pixels, remedy=f"Find out why: {next_command(request, precision)}")
+    command = f"finitune diagnose {request.typed()} --precision {precision}"
+    verdict = judge(drawing.latents, drawing.pixels, remedy=f"Find out why: {command}")
     report.findings.extend(verdict.findings)
     report.figures.update(precision=precision, **verdict.figures(), guard_trips=len(running.guard.trips))
     if request.model in SHIPPED and precision == "planned-half":
@@ -128,17 +130,18 @@ def choose_precision(request: Request, report: Report) -> str:
         return request.precision
     from finitune.device.hardware import advise, read_facts
 
-    facts = read_facts()
-    advice = advise(facts)
-    if facts.kind == "cpu":
+    device = choose_device(request.device)
+    if device == "cpu":
         chosen = "planned-half"
-        reason = "no GPU here: the plan runs with the tensor core's meaning, at the cost of fp32"
-    else:
-        chosen, reason = advice.compute, "; ".join(advice.reasons)
+        reason = "on a CPU the plan runs with the tensor core's meaning, at the cost of fp32"
+        report.add(Level.NOTE, "PRECISION-CHOSEN", device, f"{chosen}: {reason}")
+        return chosen
+    facts = read_facts(int(device.partition(":")[2] or 0))
+    advice = advise(facts)
     for warning in advice.warnings:
         report.add(Level.WARNING, "DEVICE-WARNING", facts.name, warning)
-    report.add(Level.NOTE, "PRECISION-CHOSEN", facts.name, f"{chosen}: {reason}")
-    return chosen
+    report.add(Level.NOTE, "PRECISION-CHOSEN", facts.name, f"{advice.compute}: {'; '.join(advice.reasons)}")
+    return advice.compute
 
 
 def compare_with_bf16(
@@ -150,17 +153,6 @@ def compare_with_bf16(
 
     others = {name: draw_in(parts, name, [settings], progress=progress) for name in ("fp32", "bf16")}
     return distances({"planned-half": drawing, **others})
-
-
-def next_command(request: Request, precision: str) -> str:
-    """The command to type after a bad picture."""
-    model = " ".join([request.model, *_options(request)])
-    return f'finitune diagnose {model} --prompt "{request.prompt}" --seed {request.seed} --precision {precision}'
-
-
-def _options(request: Request) -> list[str]:
-    given = (("--qwen3", request.qwen3), ("--vae", request.vae), ("--tokenizers", request.tokenizers))
-    return [f"{option} {path}" for option, path in given if path]
 
 
 def receipt(request: Request, precision: str, fingerprint: str, plan: PrecisionPlan | None) -> dict[str, object]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 SHIPPED = ("pico-anima",)
 OUTPUT = Path("finitune-out")
+UNTYPED = ("model", "precision", "plan", "out", "headroom_bits", "prompts")  # each command has its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,12 @@ class ModelChoice:
     vae: Path | None = None
     tokenizers: Path | None = None
     device: str = "auto"
+
+    def typed(self) -> str:
+        """The words that name this model, and whatever else is not as by default, on a command line."""
+        given = ((f, getattr(self, f.name)) for f in fields(self) if f.name not in UNTYPED)
+        options = (f"--{f.name} {shlex.quote(str(value))}" for f, value in given if value != f.default)
+        return " ".join([shlex.quote(self.model), *options])
 
 
 def load_model(choice: ModelChoice) -> AnimaParts:
@@ -143,7 +151,7 @@ def _make_plan(
         "PLAN-MADE",
         str(written),
         f"a plan of {_lines(plan)} lines was made on this prompt, and will be used again",
-        remedy=f"Have one proved on more prompts: finitune plan {choice.model} --prompts FILE",
+        remedy=f"Have one proved on more prompts: finitune plan {shlex.quote(choice.model)} --prompts FILE",
     )
     return plan
 

@@ -83,7 +83,8 @@ def run(request: Request, progress: Progress | None = None) -> Report:
         report.figures.update(proof.figures())
         report.tables.extend(tables(proof))
         judge_proof(report, proof, request.headroom_bits)
-        report.artifacts["plan"] = str(write_plan(request.out or default_plan(request), proof.plan))
+        out = request.out or default_plan(request)
+        report.artifacts["plan"] = str(write_plan(out if report.ok else out.with_suffix(".suspect.toml"), proof.plan))
     except FinituneError as error:
         return report.fail(error)
     return report

@@ -27,9 +27,8 @@ from finitune.numerics.formats import HALF
 from finitune.numerics.products import product
 
 _BLOCK_ELEMENTS = 2**25  # of fp32 logits held at once: 128 MiB
-_STEEPEST = (
-    80  # logits of 2**30 * head size * 2**80 are still finite in fp32, and their softmax is a choice long before
-)
+# Logits of 2**30 * head size * 2**80 are still finite in fp32, and their softmax is a choice long before.
+_STEEPEST = 80
 _PROBABILITY_EXPONENT = -15
 
 

@@ -2,12 +2,13 @@
 
 A plan is measured on some prompts; another prompt may exceed a constant. The guard sees it in the one finite flag of
 the final output, finds the operation, lets the product behind it measure its own scale in each call from then on
-(current scaling, fp32 result), and repeats the step from the same latents. A black picture is never handed over.
+(current scaling, fp32 result), and repeats the step from the same latents. What it cannot repair is left for the
+verdict to find.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class Trip:
     operation: str
     site: str
     amax: float
+    weight_exponent: int = 0
 
 
 @dataclass
@@ -64,9 +66,11 @@ class Guard:
 
     def amended(self, plan: ComponentPlan) -> ComponentPlan:
         """`plan` with the tripped sites measuring their own scale."""
+        lines = {line.site: line for line in plan.lines}
         for trip in self.trips:
+            line = lines.get(trip.site) or Line(trip.site, weight_exponent=trip.weight_exponent)
             reason = f"tripped: {trip.operation} was not finite on a planned constant"
-            plan = plan.with_line(Line(trip.site, exponent=None, reason=reason, output_amax=trip.amax))
+            plan = plan.with_line(replace(line, exponent=None, out="fp32", reason=reason, input_amax=trip.amax))
         return plan
 
     def _repair_one(self, module: nn.Module, call: Call) -> bool:
@@ -84,7 +88,7 @@ class Guard:
             return False
         self._before = (twin.exponent, twin.out)
         twin.exponent, twin.out = None, "fp32"
-        self.trips.append(Trip(row.name, source.site, row.input_amax))
+        self.trips.append(Trip(row.name, source.site, row.input_amax, twin.weight_exponent))
         return True
 
     def _take_back(self, module: nn.Module) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from finitune.generation.draw import Drawing
 from finitune.generation.picture import png_bytes
+from finitune.generation.verdict import judge
 from finitune.journeys import plan
 from finitune.journeys.demo import Story
 from finitune.render.html import Page, Picture
 from finitune.render.svg import RangeBar, range_chart
-from finitune.report import Level, Report
+from finitune.report import Report
 
-CAPTIONS = {
-    "raw-half": ("plain fp16", "black"),
-    "planned-half": ("fp16 by the plan", "right"),
-    "fp32": ("fp32", "the reference"),
-    "bf16": ("bf16", "what the plan must beat"),
-}
+CAPTIONS = {"raw-half": "plain fp16", "planned-half": "fp16 by the plan", "fp32": "fp32, the reference", "bf16": "bf16"}
 NEXT = """finitune diagnose MODEL --prompt "..."           why is my picture black?
 finitune plan MODEL --out my.plan.toml          the smallest plan that holds, with its proof
 finitune generate MODEL --plan my.plan.toml     draw by it
@@ -51,9 +48,11 @@ def _pictures(story: Story) -> list[Picture]:
         "planned-half": f", {measured['psnr_vs_fp32']:.1f} dB from fp32",
         "bf16": f", {measured['bf16_psnr_vs_fp32']:.1f} dB from fp32",
     }
-    failed = any(f.level is Level.ERROR for f in story.diagnosis.findings)
-    return [
-        Picture(caption + distances.get(name, ""), png_bytes(story.drawings[name].pixels[0]), verdict, good)
-        for name, (caption, verdict) in CAPTIONS.items()
-        for good in ({"raw-half": not failed, "planned-half": True}.get(name),)
-    ]
+    return [_picture(story.drawings[name], caption + distances.get(name, "")) for name, caption in CAPTIONS.items()]
+
+
+def _picture(drawing: Drawing, caption: str) -> Picture:
+    """A drawing's first picture, with the verdict that any command would give on it."""
+    verdict = judge(drawing.latents[:1], drawing.pixels[:1], remedy="")
+    word = "a picture" if verdict.good else verdict.findings[0].message.rpartition(": ")[2]
+    return Picture(caption, png_bytes(drawing.pixels[0]), word, verdict.good)
