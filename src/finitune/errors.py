@@ -4,6 +4,7 @@ FinituneError
 |-- UsageError        a request that cannot be meant (exit 2)
 |-- FileError         a file that is not what it should be
 |-- ModelError        tensors that do not make the model they claim to be
+|-- AdapterError      tensors that do not make an adapter, or one that does not fit
 |-- NumericsError     numbers that cannot be used: non-finite, out of range
 `-- PlanError         a precision plan that does not fit this checkpoint
 """
@@ -50,6 +51,10 @@ class FileError(FinituneError):
 
 class ModelError(FinituneError):
     """Tensors do not make the model: keys, shapes or components are missing or left over."""
+
+
+class AdapterError(FinituneError):
+    """Tensors do not make the adapter: roles, shapes, scale or convention are missing, contradictory or undecided."""
 
 
 class NumericsError(FinituneError):

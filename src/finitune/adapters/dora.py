@@ -1,0 +1,38 @@
+"""DoRA over any additive algorithm: W(1) = magnitude * V / |V|, with V = W + dW.
+
+Source: Liu et al. 2024 (arXiv 2402.09353), equation 5. What implementations disagree about is stated by Magnitude:
+the side whose norms are taken (PEFT and LyCORIS since 3.2: "out"; LyCORIS before, and A1111: "in"), and whether the
+norm is that of V or of W alone (ComfyUI's and Forge's fault on the output side: only to predict what they draw).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from finitune.adapters.core import Magnitude, wrong_magnitude
+
+
+def delta(base: Tensor, additive: Tensor, magnitude: Magnitude) -> Tensor:
+    """W(1) - W for `base` (out, in, *kernel) and its additive change, in their dtype, fp32 or fp64."""
+    direction = base + additive
+    norm = norms(direction if magnitude.norm_of == "adapted" else base, magnitude.side)
+    ratio = as_side(magnitude, base) / (norm + magnitude.eps)
+    ratio = torch.where(norm > 0, ratio, torch.ones_like(ratio))  # an empty row has no direction to scale
+    return ratio * direction - base
+
+
+def norms(weight: Tensor, side: str) -> Tensor:
+    """The Euclidean norms of the rows ("out") or columns ("in", over the kernel too), broadcastable to `weight`."""
+    kept = 0 if side == "out" else 1
+    return torch.linalg.vector_norm(weight, dim=[d for d in range(weight.ndim) if d != kept], keepdim=True)
+
+
+def as_side(magnitude: Magnitude, base: Tensor) -> Tensor:
+    """The magnitudes in the dtype of `base`, broadcastable to it; raises AdapterError where their number is wrong."""
+    kept = 0 if magnitude.side == "out" else 1
+    if magnitude.tensor.numel() != base.shape[kept]:
+        raise wrong_magnitude(magnitude, tuple(base.shape))
+    shape = [1] * base.ndim
+    shape[kept] = base.shape[kept]
+    return magnitude.tensor.to(base.dtype).reshape(shape)

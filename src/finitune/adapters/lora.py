@@ -1,0 +1,85 @@
+"""LoRA and LoCon: dW = s * up @ down; with a core (Tucker) for kernels, s * up @ mid @ down.
+
+Sources: Hu et al. 2021 (arXiv 2106.09685), equation 3; for the axes of the core, LyCORIS functional/locon.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from finitune.adapters.core import (
+    Algorithm,
+    Products,
+    Shape,
+    SiteAdapter,
+    Target,
+    shapes_of,
+    wrong_shapes,
+)
+
+
+class LoRA(Algorithm):
+    """`down` (r, in[, *k]), `up` (out, r[, 1, 1]); `mid` (r, r, *k) with a 1x1 `down`; `up_bias` (out), scaled, too."""
+
+    name = "lora"
+    title = "LoRA"
+    required = frozenset({"down", "up"})
+    optional = frozenset({"mid", "up_bias"})
+
+    def rank(self, adapter: SiteAdapter) -> int:
+        return adapter.tensors["down"].shape[0]
+
+    def shape(self, adapter: SiteAdapter) -> Shape:
+        shapes = shapes_of(adapter)
+        up, down, mid = shapes["up"], shapes["down"], shapes.get("mid")
+        if len(up) < 2 or len(down) < 2 or math.prod(up[2:]) != 1:
+            raise wrong_shapes(self, adapter, f"up {list(up)} and down {list(down)} are not two matrices")
+        inner = (down[0], down[0]) if mid is None else mid[:2]
+        if (up[1], down[0]) != inner or (mid is not None and math.prod(down[2:]) != 1):
+            raise wrong_shapes(
+                self, adapter, f"up {list(up)}, mid {list(mid or ())} and down {list(down)} do not chain"
+            )
+        return (up[0], down[1], *(down[2:] if mid is None else mid[2:]))
+
+    def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
+        out, into, *kernel = target.shape
+        down, up = torch.empty(target.rank, into, *kernel), torch.zeros(out, target.rank, *[1] * len(kernel))
+        tensors = {"down": down, "up": up}
+        if kernel and target.options.get("use_tucker"):
+            tensors["down"] = torch.empty(target.rank, into, *[1] * len(kernel))
+            tensors["mid"] = torch.empty(target.rank, target.rank, *kernel)
+        for role in tensors.keys() - {"up"}:
+            torch.nn.init.kaiming_uniform_(tensors[role], a=math.sqrt(5), generator=generator)
+        return SiteAdapter(self.name, tensors, target.alpha)
+
+    def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
+        up, down = (adapter.tensors[role].to(base.dtype) for role in ("up", "down"))
+        if "mid" in adapter.tensors:
+            mid = adapter.tensors["mid"].to(base.dtype)
+            return (self.scale(adapter) * rebuild(mid, up.flatten(1), down.flatten(1))).view(base.shape)
+        return (self.scale(adapter) * (up.flatten(1) @ down.flatten(1))).view(base.shape)
+
+    def bias_delta(self, adapter: SiteAdapter, bias: Tensor | None) -> Tensor | None:
+        plain, scaled = adapter.tensors.get("diff_b"), adapter.tensors.get("up_bias")
+        if scaled is None:
+            return plain
+        scaled = self.scale(adapter) * (scaled.double() if bias is None else scaled.to(bias.dtype))
+        return scaled if plain is None else scaled + plain
+
+    def forward(self, adapter: SiteAdapter, x: Tensor, products: Products) -> Tensor | None:
+        if products.groups != 1:
+            return None
+        up, down = adapter.tensors["up"].flatten(1), adapter.tensors["down"]
+        if "mid" in adapter.tensors:
+            inner = products.walk(products.mix(x, down.flatten(1)), adapter.tensors["mid"])
+        else:
+            inner = products.walk(x, down)
+        return products.mix(inner, up) * self.scale(adapter)
+
+
+def rebuild(core: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """The weight (out, in, *k) of a Tucker core (p, q, *k) between up (out, p) and down (q, in)."""
+    return torch.einsum("o p, p q ..., q i -> o i ...", up, core, down)

@@ -1,0 +1,1 @@
+"""Adapters into models, adapters into adapters, and adapters out of models."""

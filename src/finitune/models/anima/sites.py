@@ -1,0 +1,61 @@
+"""Where adapters of Anima lie: read off the key maps, whose parameters are these modules' weights and biases."""
+
+from __future__ import annotations
+
+from finitune.files.keymap import KeyMap
+from finitune.models.anima.keys import CONDITIONER, PREFIXES, TRANSFORMER
+from finitune.models.sites import AdapterSites, ComponentSites, Hallmark, Place, single
+
+QWEN3_LINEARS = (
+    *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+)
+QWEN3 = (
+    "embed_tokens",
+    "norm",
+    *(f"layers.{{i}}.{norm}" for norm in ("input_layernorm", "post_attention_layernorm")),
+    *(f"layers.{{i}}.self_attn.{norm}_norm" for norm in ("q", "k")),
+    *(f"layers.{{i}}.{linear}" for linear in QWEN3_LINEARS),
+)
+"""The modules of transformers' Qwen3Model."""
+
+INSERTED_BLOCKS = frozenset((2, 5, 8, 11, 14, 17, 21, 24, 27, 30, 33, 36))
+"""Where Anima-2.9B has put its 12 new blocks between the 28 of Anima. Source: Gazingstars123/Anima-2.9B."""
+
+
+def modules(parameters: KeyMap) -> tuple[Place, ...]:
+    """The modules whose weights and biases a key map names: original name and site."""
+    pairs = (tuple(name.rpartition(".")[0] for name in pair) for pair in parameters.pairs)
+    return single(*dict.fromkeys((left, right) for left, right in pairs))
+
+
+def component(name: str, places: tuple[Place, ...]) -> ComponentSites:
+    """A component that lies in the denoiser's file, and that kohya's prefix of the denoiser covers."""
+    sites = tuple(site for place in places for site in place.sites)
+    return ComponentSites(name, ("unet",), sites, places, single_file=PREFIXES, kohya_native=True)
+
+
+SITES = AdapterSites(
+    components=(
+        component("transformer", modules(TRANSFORMER)),
+        component("text_conditioner", modules(CONDITIONER)),
+        ComponentSites(
+            "text_encoder",
+            ("te", "te1"),
+            QWEN3,
+            single(*((f"model.{site}", site) for site in QWEN3)),
+            comfy="qwen3_06b",
+            single_file=("",),
+        ),
+    ),
+    hallmarks=(Hallmark("transformer", "transformer_blocks.{i}.attn2.to_k", 1024),),
+    base_model_versions=("anima",),
+    architecture="anima-preview/lora",
+    prediction_type="flow",
+    block_maps={
+        "28 to 40": (
+            "transformer_blocks.{i}",
+            dict(enumerate(n for n in range(40) if n not in INSERTED_BLOCKS)),
+        )
+    },
+)

@@ -1,0 +1,78 @@
+"""Which modules a model has, and how its original authors and the field's programs call them: templates, not key dumps.
+
+A template is a dotted module name in which a segment may be a number field, "{i}". The site of a module is its name
+as diffusers (or transformers) spells it; a Place says what the original naming calls one site, or several that the
+original keeps fused in one weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Division = Literal["equal", "by-input"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """One module of the original naming, and the site or sites that its rows are, from top to bottom.
+
+    Rows are divided into `equal` parts, or `by-input`: each part has as many rows as the weight has inputs, and the
+    last has the rest. `swapped`: the two halves of the rows stand in the other order (scale, shift).
+    """
+
+    name: str
+    sites: tuple[str, ...]
+    division: Division = "equal"
+    swapped: bool = False
+
+
+@dataclass(frozen=True)
+class ComponentSites:
+    """The modules with weights of one component, and what files call the component.
+
+    `roles` are kohya's names for it ("unet", "te", "te1" ...), the one that we write first. `comfy` is ComfyUI's name
+    of a text encoder. `single_file` are the prefixes of its original names in whole checkpoints. `places` is empty
+    where the original naming is diffusers' own.
+    """
+
+    name: str
+    roles: tuple[str, ...]
+    sites: tuple[str, ...]
+    places: tuple[Place, ...] = ()
+    comfy: str = ""
+    single_file: tuple[str, ...] = ()
+    kohya_native: bool = False
+    """Whether kohya's flat names are made from the original names rather than from diffusers'."""
+
+
+@dataclass(frozen=True)
+class Hallmark:
+    """A weight whose extent tells this family from its relatives: `site` has `inputs` inputs."""
+
+    component: str
+    site: str
+    inputs: int
+
+
+@dataclass(frozen=True)
+class AdapterSites:
+    """All that is needed to read and write a family's adapters.
+
+    `base_model_versions` are the values of kohya's ss_base_model_version that name the family, the one that we write
+    first; `architecture` and `prediction_type` are written to modelspec.*. `block_maps` are published re-numberings
+    of blocks between variants of the family: {"28 to 40": (template of the block, {from: to})}.
+    """
+
+    components: tuple[ComponentSites, ...]
+    hallmarks: tuple[Hallmark, ...] = ()
+    base_model_versions: tuple[str, ...] = ()
+    architecture: str = ""
+    prediction_type: str = "epsilon"
+    block_maps: Mapping[str, tuple[str, Mapping[int, int]]] = field(default_factory=dict)
+
+
+def single(*pairs: tuple[str, str]) -> tuple[Place, ...]:
+    """Places of one site each, from (original name, site) pairs."""
+    return tuple(Place(name, (site,)) for name, site in pairs)

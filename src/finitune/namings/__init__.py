@@ -1,0 +1,1 @@
+"""How adapters are spelled in files: one table of spellings, read and written through the same templates."""
