@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Protocol
 
@@ -43,7 +43,8 @@ class SiteAdapter:
 
     `alpha` is exact and apart from the rank; None means that none was stated, and the scale is 1. With
     `rank_stabilised` the scale is alpha / sqrt(rank). `options` hold what an algorithm needs beside tensors, such as
-    a rotation's constraint. Roles that every algorithm may have: `diff_b`, added to the bias as it is.
+    a rotation's constraint; `reshape` lets the weight have more inputs than the model's, which is zero there (a control
+    adapter reads a second picture). Roles that every algorithm may have: `diff_b`, added to the bias as it is.
     """
 
     algorithm: str
@@ -97,12 +98,19 @@ class Target:
 
 
 class Products(Protocol):
-    """The products that a layer offers to its adapter: x is fp16 or fp32, results are fp32."""
+    """The products that a layer offers to its adapter: x is fp16 or fp32, results are fp32.
+
+    `channels` is the axis of x that holds the channels: -1 for a Linear, 1 for a convolution.
+    """
 
     groups: int
+    channels: int
 
     def walk(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The layer's own map with another weight (n, in, *kernel): for a convolution, its stride and padding."""
+        """The layer's own map with another weight (n, in, *kernel): for a convolution, its stride and padding.
+
+        Kernel axes of length 1 may be missing from that weight, or be there for a Linear.
+        """
         ...
 
     def mix(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -125,6 +133,8 @@ class Algorithm(ABC):
     """Roles that must be there."""
     optional: ClassVar[frozenset[str]] = frozenset()
     """Roles that may be there, beside `diff_b`."""
+    flat_kernel: ClassVar[bool] = False
+    """Whether the shape's second axis may hold the kernel, too."""
 
     @abstractmethod
     def shape(self, adapter: SiteAdapter) -> Shape | None:
@@ -160,21 +170,38 @@ class Algorithm(ABC):
         """x through W(1) - W by products with the factors alone, fp32; None where there is no cheaper way."""
         return None
 
+    def missing(self, present: Set[str]) -> Set[str]:
+        """The roles that must join those present."""
+        return self.required - present
+
+    def extra(self, present: Set[str]) -> Set[str]:
+        """The roles that must not be among those present."""
+        return present - self.required - self.optional - {"diff_b"}
+
     def check(self, adapter: SiteAdapter, shape: Shape | None = None) -> None:
         """Raise AdapterError for missing or surplus roles, and for shapes that fit neither each other nor `shape`."""
         present = set(adapter.tensors)
-        missing = self.required - present
-        extra = present - self.required - self.optional - {"diff_b"}
+        missing, extra = self.missing(present), self.extra(present)
         if missing or extra:
             raise wrong_roles(self, present, missing, extra)
         implied = self.shape(adapter)
-        if implied is not None and shape is not None and not same_weight(implied, shape):
-            raise AdapterError(
-                f"{self.title} factors make a weight of {list(implied)}; the model has {list(shape)} there",
-                code="ADAPTER-DOES-NOT-FIT",
-                evidence={"adapter": list(implied), "model": list(shape)},
-                remedy="The adapter was made for another model, or another size of it. Name that one.",
-            )
+        if implied is not None and shape is not None and not self.fits(adapter, implied, shape):
+            raise does_not_fit(f"{self.title} factors make a weight of", implied, shape)
+        bias = adapter.tensors.get("diff_b")
+        if bias is not None and shape is not None and tuple(bias.shape) != shape[:1]:
+            raise does_not_fit("there is a change for a bias of", tuple(bias.shape), shape[:1])
+
+    def fits(self, adapter: SiteAdapter, implied: Shape, shape: Shape) -> bool:
+        """Whether a weight of the implied shape can be added to one of `shape`."""
+        if self.flat_kernel and len(implied) == 2:
+            shape = (shape[0], math.prod(shape[1:]))
+        elif self.widens(adapter) and len(implied) > 1 and implied[1] >= shape[1]:
+            shape = (shape[0], implied[1], *shape[2:])
+        return same_weight(implied, shape)
+
+    def widens(self, adapter: SiteAdapter) -> bool:
+        """Whether its weight may have more inputs than the model's."""
+        return bool(adapter.options.get("reshape")) and not self.flat_kernel
 
 
 def same_weight(a: Shape, b: Shape) -> bool:
@@ -188,9 +215,17 @@ def shapes_of(adapter: SiteAdapter) -> dict[str, Shape]:
     return {role: tuple(tensor.shape) for role, tensor in adapter.tensors.items()}
 
 
-def wrong_roles(
-    algorithm: Algorithm, present: set[str], missing: set[str] | frozenset[str], extra: set[str]
-) -> AdapterError:
+def does_not_fit(what: str, implied: Shape, shape: Shape) -> AdapterError:
+    """The error for an adapter on a module of another size."""
+    return AdapterError(
+        f"{what} {list(implied)}; the model has {list(shape)} there",
+        code="ADAPTER-DOES-NOT-FIT",
+        evidence={"adapter": list(implied), "model": list(shape)},
+        remedy="The adapter was made for another model, or another size of it. Name that one.",
+    )
+
+
+def wrong_roles(algorithm: Algorithm, present: Set[str], missing: Set[str], extra: Set[str]) -> AdapterError:
     """The error for a site whose tensors are not those of its algorithm."""
     parts = [f"{what} {', '.join(sorted(roles))}" for what, roles in (("lacks", missing), ("has also", extra)) if roles]
     return AdapterError(

@@ -17,9 +17,9 @@ def delta(base: Tensor, additive: Tensor, magnitude: Magnitude) -> Tensor:
     """W(1) - W for `base` (out, in, *kernel) and its additive change, in their dtype, fp32 or fp64."""
     direction = base + additive
     norm = norms(direction if magnitude.norm_of == "adapted" else base, magnitude.side)
-    ratio = as_side(magnitude, base) / (norm + magnitude.eps)
-    ratio = torch.where(norm > 0, ratio, torch.ones_like(ratio))  # an empty row has no direction to scale
-    return ratio * direction - base
+    empty = norm == 0  # such a row has no direction to scale; it is kept out of the division for the gradient's sake
+    ratio = as_side(magnitude, base) / torch.where(empty, 1, norm + magnitude.eps)
+    return torch.where(empty, 1, ratio) * direction - base
 
 
 def norms(weight: Tensor, side: str) -> Tensor:

@@ -42,6 +42,8 @@ class LoRA(Algorithm):
             raise wrong_shapes(
                 self, adapter, f"up {list(up)}, mid {list(mid or ())} and down {list(down)} do not chain"
             )
+        if shapes.get("up_bias", up[:1]) != up[:1]:
+            raise wrong_shapes(self, adapter, f"a bias {list(shapes['up_bias'])} for {up[0]} outputs")
         return (up[0], down[1], *(down[2:] if mid is None else mid[2:]))
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
@@ -51,8 +53,9 @@ class LoRA(Algorithm):
         if kernel and target.options.get("use_tucker"):
             tensors["down"] = torch.empty(target.rank, into, *[1] * len(kernel))
             tensors["mid"] = torch.empty(target.rank, target.rank, *kernel)
-        for role in tensors.keys() - {"up"}:
-            torch.nn.init.kaiming_uniform_(tensors[role], a=math.sqrt(5), generator=generator)
+        for role in tensors:  # in their order: a set's would change the numbers drawn from run to run
+            if role != "up":
+                torch.nn.init.kaiming_uniform_(tensors[role], a=math.sqrt(5), generator=generator)
         return SiteAdapter(self.name, tensors, target.alpha)
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:

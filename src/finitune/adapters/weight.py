@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch.nn.functional as F
 from torch import Tensor
 
 from finitune.adapters import algorithm_of, dora
@@ -14,7 +17,8 @@ Strong = tuple[SiteAdapter, float]
 def adapted_weight(base: Tensor, adapter: SiteAdapter, strength: float = 1.0) -> Tensor:
     """W + m * (W(1) - W) for `base` (out, in, *kernel) in fp32 or fp64, in its dtype; the base itself at strength 0.
 
-    Raises AdapterError where the adapter does not fit the base.
+    Where the adapter reshapes, W is the base widened by inputs of weight zero, and so is the result. Raises
+    AdapterError where the adapter does not fit the base.
     """
     return combined_weight(base, [(adapter, strength)])
 
@@ -30,13 +34,21 @@ def combined_weight(base: Tensor, adapters: list[Strong]) -> Tensor:
         return base
     total = base.clone()
     for adapter, strength in acting:
-        total += strength * weight_delta(base, adapter)
+        change = strength * weight_delta(base, adapter)
+        total = widened(total, change.shape)
+        total += widened(change, total.shape)
     return total
 
 
 def weight_delta(base: Tensor, adapter: SiteAdapter) -> Tensor:
-    """W(1) - W in the dtype and shape of `base`, magnitude included; zeros where only the bias is adapted."""
+    """W(1) - W in the dtype of `base` and its shape (widened where the adapter reshapes), magnitude included.
+
+    Zeros where only the bias is adapted. Raises AdapterError where the adapter does not fit the base.
+    """
     algorithm = algorithm_of(adapter.algorithm)
+    algorithm.check(adapter, tuple(base.shape))
+    if algorithm.widens(adapter):
+        base = widened(base, algorithm.shape(adapter) or base.shape)
     delta = algorithm.delta(adapter, base)
     if adapter.magnitude is None:
         return delta
@@ -48,6 +60,12 @@ def weight_delta(base: Tensor, adapter: SiteAdapter) -> Tensor:
             remedy="Drop the magnitude if it was written by mistake, or export the adapter again.",
         )
     return dora.delta(base, delta, adapter.magnitude)
+
+
+def widened(weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """`weight` (out, in, *kernel) with inputs of weight zero behind its own, as many as `shape` has more."""
+    missing = shape[1] - weight.shape[1] if weight.ndim > 1 else 0
+    return F.pad(weight, [*[0, 0] * (weight.ndim - 2), 0, missing]) if missing > 0 else weight
 
 
 def adapted_bias(bias: Tensor | None, adapter: SiteAdapter, strength: float = 1.0) -> Tensor | None:

@@ -7,7 +7,7 @@ original keeps fused in one weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,12 +20,18 @@ class Place:
 
     Rows are divided into `equal` parts, or `by-input`: each part has as many rows as the weight has inputs, and the
     last has the rest. `swapped`: the two halves of the rows stand in the other order (scale, shift).
+
+    In a checkpoint the module's tensors are called name + `weight` and name + `bias`; `transposed`: the weight lies
+    there with its inputs first.
     """
 
     name: str
     sites: tuple[str, ...]
     division: Division = "equal"
     swapped: bool = False
+    weight: str = ".weight"
+    bias: str = ".bias"
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,8 @@ class ComponentSites:
 
     `roles` are kohya's names for it ("unet", "te", "te1" ...), the one that we write first. `comfy` is ComfyUI's name
     of a text encoder. `single_file` are the prefixes of its original names in whole checkpoints. `places` is empty
-    where the original naming is diffusers' own.
+    where the original naming is diffusers' own. `outer` is what every site starts with in files, and what the class
+    of some library versions leaves out: transformers 5 has the text model of CLIP without "text_model.".
     """
 
     name: str
@@ -45,6 +52,7 @@ class ComponentSites:
     single_file: tuple[str, ...] = ()
     kohya_native: bool = False
     """Whether kohya's flat names are made from the original names rather than from diffusers'."""
+    outer: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,8 @@ class AdapterSites:
 
     `base_model_versions` are the values of kohya's ss_base_model_version that name the family, the one that we write
     first; `architecture` and `prediction_type` are written to modelspec.*. `block_maps` are published re-numberings
-    of blocks between variants of the family: {"28 to 40": (template of the block, {from: to})}.
+    of blocks between variants of the family: {"28 to 40": (template of the block, {from: to})}. `depths` are the
+    published numbers of blocks, {template of the block: number}: evidence where two families' names and widths agree.
     """
 
     components: tuple[ComponentSites, ...]
@@ -71,8 +80,14 @@ class AdapterSites:
     architecture: str = ""
     prediction_type: str = "epsilon"
     block_maps: Mapping[str, tuple[str, Mapping[int, int]]] = field(default_factory=dict)
+    depths: Mapping[str, int] = field(default_factory=dict)
 
 
 def single(*pairs: tuple[str, str]) -> tuple[Place, ...]:
     """Places of one site each, from (original name, site) pairs."""
     return tuple(Place(name, (site,)) for name, site in pairs)
+
+
+def sites_of(places: Iterable[Place]) -> tuple[str, ...]:
+    """The sites of all places, in order."""
+    return tuple(site for place in places for site in place.sites)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from finitune.files.keymap import KeyMap
 from finitune.models.anima.keys import CONDITIONER, PREFIXES, TRANSFORMER
-from finitune.models.sites import AdapterSites, ComponentSites, Hallmark, Place, single
+from finitune.models.sites import AdapterSites, ComponentSites, Hallmark, Place, single, sites_of
 
 QWEN3_LINEARS = (
     *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")),
@@ -31,8 +31,7 @@ def modules(parameters: KeyMap) -> tuple[Place, ...]:
 
 def component(name: str, places: tuple[Place, ...]) -> ComponentSites:
     """A component that lies in the denoiser's file, and that kohya's prefix of the denoiser covers."""
-    sites = tuple(site for place in places for site in place.sites)
-    return ComponentSites(name, ("unet",), sites, places, single_file=PREFIXES, kohya_native=True)
+    return ComponentSites(name, ("unet",), sites_of(places), places, single_file=PREFIXES, kohya_native=True)
 
 
 SITES = AdapterSites(
@@ -58,4 +57,5 @@ SITES = AdapterSites(
             dict(enumerate(n for n in range(40) if n not in INSERTED_BLOCKS)),
         )
     },
+    depths={"transformer_blocks.{i}": 28},
 )

@@ -1,0 +1,149 @@
+"""LoKr: dW = s * kron(w1, w2), either factor full or of low rank; a kernel belongs to w2.
+
+Sources: Yeh et al. 2023 (arXiv 2309.14859), section 3.3; for the split of the axes, the rank that divides alpha, and
+initial values, LyCORIS modules/lokr.py. There alpha counts only where a factor is decomposed. PEFT divides it by its
+configured rank in any case: state that rank as options={"rank": r}.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+
+import torch
+from torch import Tensor
+
+from finitune.adapters.core import (
+    Algorithm,
+    Products,
+    Shape,
+    SiteAdapter,
+    Target,
+    Tensors,
+    shapes_of,
+    wrong_shapes,
+)
+from finitune.adapters.loha import low_rank, low_rank_shape
+
+
+class LoKr(Algorithm):
+    """`w1` (j, m), or `w1_a` (j, r) and `w1_b` (r, m), by `w2` (k, n, *kernel), or `w2_a` (k, r) and
+    `w2_b` (r, n * kernel), or `t2` (r, r, *kernel), `w2_a` (r, k) and `w2_b` (r, n): a weight (j * k, m * n, *kernel).
+
+    How far the axes are split, and which factor is the larger, follows from the shapes alone. A new one takes the
+    options `factor`, `decompose_both`, `full_matrix`, `unbalanced` and `use_tucker`, as LyCORIS means them.
+    """
+
+    name = "lokr"
+    title = "LoKr"
+    required = frozenset()
+    optional = frozenset({"w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2"})
+    flat_kernel = True
+
+    def missing(self, present: Set[str]) -> Set[str]:
+        lacking: set[str] = set()
+        for full, *factors in (("w1", "w1_a", "w1_b"), ("w2", "w2_a", "w2_b")):
+            if full not in present:
+                lacking |= set(factors) - present if present & {*factors} else {full}
+        return lacking
+
+    def extra(self, present: Set[str]) -> Set[str]:
+        surplus = set(super().extra(present))
+        for full, *factors in (("w1", "w1_a", "w1_b"), ("w2", "w2_a", "w2_b", "t2")):
+            if full in present:
+                surplus |= present & {*factors}
+        return surplus
+
+    def rank(self, adapter: SiteAdapter) -> int | None:
+        for role in ("w2_b", "w1_b"):
+            if role in adapter.tensors:
+                return adapter.tensors[role].shape[0]
+        stated = adapter.options.get("rank")
+        return None if stated is None else int(stated)
+
+    def shape(self, adapter: SiteAdapter) -> Shape:
+        shapes = shapes_of(adapter)
+        first, second = factor_shape(shapes, "1"), factor_shape(shapes, "2")
+        if first is None or second is None or math.prod(first[2:]) != 1:
+            raise wrong_shapes(self, adapter, "they do not chain to two factors")
+        return (first[0] * second[0], first[1] * second[1], *second[2:])
+
+    def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
+        tensors = {role: torch.zeros(shape) for role, shape in factor_shapes(target).items()}
+        zero = "w2" if "w2" in tensors else "w2_b"
+        for role, tensor in tensors.items():
+            if role != zero:
+                torch.nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+        return SiteAdapter(self.name, tensors, target.alpha)
+
+    def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
+        tensors = {role: tensor.to(base.dtype) for role, tensor in adapter.tensors.items()}
+        first, second = factor(tensors, "1"), factor(tensors, "2")
+        second = second.reshape(second.shape[0], -1, *base.shape[2:])
+        kron = torch.einsum("j m, k n ... -> j k m n ...", first.flatten(1), second)
+        return self.scale(adapter) * kron.reshape(base.shape)
+
+    def forward(self, adapter: SiteAdapter, x: Tensor, products: Products) -> Tensor | None:
+        """For a Linear, with x seen as (..., m, n): w2 along n, then w1 along m; the kron itself is never made."""
+        if products.channels != -1:
+            return None
+        along_m, along_n = chain(adapter.tensors, "1"), chain(adapter.tensors, "2")
+        y = x.unflatten(-1, (along_m[0].shape[1], along_n[0].shape[1]))
+        for weight in along_n:
+            y = products.mix(y, weight)
+        y = y.transpose(-1, -2)
+        for weight in along_m:
+            y = products.mix(y, weight)
+        return y.transpose(-1, -2).flatten(-2) * self.scale(adapter)
+
+
+def factorization(dimension: int, factor: int) -> tuple[int, int]:
+    """`dimension` as a product (m, n) with m <= n, m being `factor` where that divides it.
+
+    Else m is the largest divisor up to `factor` that the search for the most square pair passes; -1 sets no limit.
+    As LyCORIS functional/general.py splits, so that its files and ours have the same shapes.
+    """
+    if factor > 0 and dimension % factor == 0:
+        return min(factor, dimension // factor), max(factor, dimension // factor)
+    limit = math.isqrt(dimension) if factor < 0 else min(factor, math.isqrt(dimension))
+    m = max((d for d in range(1, limit + 1) if dimension % d == 0), default=1)
+    return m, dimension // m
+
+
+def factor_shapes(target: Target) -> dict[str, Shape]:
+    """The roles and shapes of a new adapter, from the target's options."""
+    out, into, *kernel = target.shape
+    options, rank = target.options, target.rank
+    (j, k), (m, n) = (factorization(size, int(options.get("factor", -1))) for size in (out, into))
+    if options.get("unbalanced"):
+        j, k = k, j
+    full = bool(options.get("full_matrix"))
+    shapes: dict[str, Shape] = {"w1": (j, m)}
+    if options.get("decompose_both") and not full and rank < max(j, m) / 2:
+        shapes = {"w1_a": (j, rank), "w1_b": (rank, m)}
+    if full or rank >= max(k, n) / 2:
+        return {**shapes, "w2": (k, n, *kernel)}
+    if options.get("use_tucker") and math.prod(kernel) > 1:
+        return {**shapes, "t2": (rank, rank, *kernel), "w2_a": (rank, k), "w2_b": (rank, n)}
+    return {**shapes, "w2_a": (k, rank), "w2_b": (rank, n * math.prod(kernel))}
+
+
+def factor(tensors: Tensors, which: str) -> Tensor:
+    """Factor "1" or "2" in full."""
+    full = tensors.get(f"w{which}")
+    return low_rank(tensors, which) if full is None else full
+
+
+def factor_shape(shapes: dict[str, Shape], which: str) -> Shape | None:
+    """The shape of factor "1" or "2", or None where it is no matrix, or its own factors do not chain."""
+    full = shapes.get(f"w{which}")
+    if full is None:
+        return low_rank_shape(shapes, which)
+    return full if len(full) >= 2 else None
+
+
+def chain(tensors: Tensors, which: str) -> list[Tensor]:
+    """The matrices that a vector goes through, in order, for factor "1" or "2" of a Linear."""
+    if f"w{which}" in tensors or f"t{which}" in tensors:
+        return [factor(tensors, which).flatten(1)]
+    return [tensors[f"w{which}_b"].flatten(1), tensors[f"w{which}_a"]]

@@ -1,0 +1,73 @@
+"""T-LoRA read as a LoRA of twice the rank: dW = s * (P diag(l) Q - P0 diag(l0) Q0), all ranks on.
+
+P0, l0 and Q0 are the part of the base weight's singular value decomposition that training started from. A file does
+not hold them: they are computed again from the base, so it has to be the very weight that was trained on, and a base
+rounded to bf16 already adds a change of its own. While training, a mask turns ranks off at noisy timesteps; nothing
+that draws pictures knows that mask, and neither does this.
+
+Source: LyCORIS modules/tlora.py, 4.1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from finitune.adapters.core import SiteAdapter, Tensors
+from finitune.errors import AdapterError
+
+Selection = Literal["principal", "middle", "last"]
+ROLES = frozenset({"q_layer", "p_layer", "lambda_layer"})
+
+
+def plain_lora(tensors: Tensors, alpha: float | None, base: Tensor, selection: Selection = "principal") -> SiteAdapter:
+    """A LoRA of rank 2r in fp32 for `q_layer` (r, in), `p_layer` (out, r) and `lambda_layer` (1, r) on `base`.
+
+    `selection` tells which singular values training started from: files do not say, and LyCORIS reads all of them as
+    "principal". Raises AdapterError for roles that are missing, shapes that do not fit `base` (out, in, or a kernel
+    of 1 more), and kernels, for which LyCORIS has no consistent meaning.
+    """
+    q, lambdas, p = checked(tensors, base)
+    rank = q.shape[0]
+    first_q, first_lambdas, first_p = singular(base.flatten(1).double(), rank, selection)
+    ones = [1] * (base.ndim - 2)
+    down = torch.cat([lambdas[:, None] * q, first_lambdas[:, None] * first_q])
+    up = torch.cat([p, -first_p], dim=1)
+    factors = {"down": down.float().reshape(*down.shape, *ones), "up": up.float().reshape(*up.shape, *ones)}
+    scale = 1.0 if alpha is None else alpha / rank
+    return SiteAdapter("lora", factors, alpha=scale * down.shape[0])
+
+
+def singular(weight: Tensor, rank: int, selection: Selection) -> tuple[Tensor, Tensor, Tensor]:
+    """The chosen `rank` singular triples of a matrix (out, in), or all where it has fewer: (r, in), (r), (out, r)."""
+    u, values, vt = torch.linalg.svd(weight, full_matrices=False)
+    spare = max(len(values) - rank, 0)
+    start = {"principal": 0, "middle": spare // 2, "last": spare}[selection]
+    chosen = slice(start, start + rank)
+    return vt[chosen], values[chosen], u[:, chosen]
+
+
+def checked(tensors: Tensors, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q (r, in), lambda (r) and P (out, r) in fp64, seen to fit each other and `base`."""
+    if set(tensors) != ROLES:
+        raise refusal("its tensors are not q_layer, p_layer and lambda_layer", tensors, base)
+    if base.ndim < 2 or math.prod(base.shape[2:]) != 1:
+        raise refusal("it is for a kernel, which LyCORIS trains and reads differently", tensors, base)
+    q, p = (tensors[role].double().flatten(1) for role in ("q_layer", "p_layer"))
+    lambdas = tensors["lambda_layer"].double().flatten()
+    if q.shape != (len(lambdas), base.shape[1]) or p.shape != (base.shape[0], len(lambdas)):
+        raise refusal("its factors do not chain to the weight's shape", tensors, base)
+    return q, lambdas, p
+
+
+def refusal(why: str, tensors: Tensors, base: Tensor) -> AdapterError:
+    """The error for a T-LoRA that cannot be read."""
+    return AdapterError(
+        f"this T-LoRA cannot be read: {why}",
+        code="ADAPTER-TLORA",
+        evidence={"adapter": {role: list(t.shape) for role, t in tensors.items()}, "model": list(base.shape)},
+        remedy="Export it as a plain LoRA with the program that trained it.",
+    )

@@ -1,0 +1,55 @@
+"""Qwen-Image: a transformer of double blocks that reads Qwen2.5-VL; its original names are diffusers' own.
+
+Sources: diffusers `transformer_qwenimage.py`; the text encoder has no adapters in the field and is left out.
+"""
+
+from finitune.models.sites import AdapterSites, ComponentSites, Hallmark
+from finitune.models.spec import ModelSpec
+
+BLOCK = "transformer_blocks.{i}"
+STREAM = ("{stream}_mod.1", "{stream}_mlp.net.0.proj", "{stream}_mlp.net.2")
+ATTENTION = (
+    *(f"to_{part}" for part in ("q", "k", "v", "out.0", "add_out")),
+    *(f"add_{part}_proj" for part in "qkv"),
+    *(f"norm_{part}" for part in ("q", "k", "added_q", "added_k")),
+)
+TRANSFORMER = (
+    "img_in",
+    "txt_in",
+    "txt_norm",
+    *(f"time_text_embed.timestep_embedder.linear_{n}" for n in (1, 2)),
+    *(f"{BLOCK}.attn.{part}" for part in ATTENTION),
+    *(f"{BLOCK}.{part.format(stream=stream)}" for stream in ("img", "txt") for part in STREAM),
+    "norm_out.linear",
+    "proj_out",
+)
+
+QWEN_IMAGE = ModelSpec(
+    name="qwen-image",
+    components=("tokenizer", "text_encoder", "transformer", "scheduler", "vae"),
+    invariants=(
+        ("prediction", "The denoiser predicts the velocity, noise minus data."),
+        ("latent-scaling", "Latents are (z - mean) / std, channel by channel."),
+    ),
+    adapters=AdapterSites(
+        components=(
+            ComponentSites(
+                "transformer",
+                ("unet", "transformer"),
+                TRANSFORMER,
+                single_file=("", "model.diffusion_model.", "diffusion_model."),
+            ),
+        ),
+        hallmarks=(
+            *(Hallmark("transformer", f"{BLOCK}.{part}", 3072) for part in ("attn.to_k", "img_mlp.net.0.proj")),
+            Hallmark("transformer", "txt_in", 3584),
+        ),
+        base_model_versions=("qwen_image", "qwen_image_edit"),
+        architecture="Qwen-Image/lora",
+        prediction_type="flow",
+        depths={BLOCK: 60},
+    ),
+    title="Qwen-Image",
+)
+
+__all__ = ["QWEN_IMAGE"]

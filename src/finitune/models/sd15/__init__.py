@@ -1,0 +1,25 @@
+"""Stable Diffusion 1.x: a UNet of four levels that reads CLIP-L."""
+
+from finitune.models.clip import clip_l, query_width
+from finitune.models.sites import AdapterSites
+from finitune.models.spec import ModelSpec
+from finitune.models.unet import SD_LEVELS, text_width, unet
+
+SD15 = ModelSpec(
+    name="sd15",
+    components=("tokenizer", "text_encoder", "unet", "scheduler", "vae"),
+    invariants=(
+        ("prediction", "The denoiser predicts the noise."),
+        ("latent-scaling", "Latents are the VAE's times 0.18215."),
+    ),
+    adapters=AdapterSites(
+        components=(unet(SD_LEVELS), clip_l(("te", "te1"), "cond_stage_model.transformer.")),
+        hallmarks=(*text_width(768), query_width("text_encoder", 768)),
+        base_model_versions=("sd_v1", "sd_v1_v"),
+        architecture="stable-diffusion-v1/lora",
+        prediction_type="epsilon",
+    ),
+    title="Stable Diffusion 1.5",
+)
+
+__all__ = ["SD15"]

@@ -1,0 +1,29 @@
+"""Stable Diffusion 2.x: the UNet of 1.x, reading OpenCLIP-H."""
+
+from finitune.models.clip import open_clip, query_width
+from finitune.models.sites import AdapterSites
+from finitune.models.spec import ModelSpec
+from finitune.models.unet import SD_LEVELS, text_width, unet
+
+SD2 = ModelSpec(
+    name="sd2",
+    components=("tokenizer", "text_encoder", "unet", "scheduler", "vae"),
+    invariants=(
+        ("prediction", "The denoiser predicts v in the 768-pixel checkpoints, the noise in the 512-pixel ones."),
+        ("latent-scaling", "Latents are the VAE's times 0.18215."),
+        ("text-layer", "The text encoder ends with its 23rd layer, the last but one, and the final norm."),
+    ),
+    adapters=AdapterSites(
+        components=(
+            unet(SD_LEVELS),
+            open_clip("text_encoder", ("te", "te1"), "cond_stage_model.model.", comfy="clip_h"),
+        ),
+        hallmarks=(*text_width(1024), query_width("text_encoder", 1024)),
+        base_model_versions=("sd_v2_v", "sd_v2"),
+        architecture="stable-diffusion-v2-768-v/lora",
+        prediction_type="v",
+    ),
+    title="Stable Diffusion 2",
+)
+
+__all__ = ["SD2"]

@@ -1,0 +1,34 @@
+"""Stable Diffusion XL: a UNet of three levels that reads CLIP-L and OpenCLIP-G side by side."""
+
+from finitune.models.clip import clip_l, open_clip, query_width
+from finitune.models.sites import AdapterSites, Hallmark
+from finitune.models.spec import ModelSpec
+from finitune.models.unet import SDXL_LEVELS, text_width, unet
+
+SDXL = ModelSpec(
+    name="sdxl",
+    components=("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", "unet", "scheduler", "vae"),
+    invariants=(
+        ("prediction", "The denoiser predicts the noise, or v in checkpoints that were tuned for it."),
+        ("latent-scaling", "Latents are the VAE's times 0.13025."),
+        ("text-layer", "Both text encoders give the state before their last layer, without the final norm."),
+    ),
+    adapters=AdapterSites(
+        components=(
+            unet(SDXL_LEVELS, sized=True, kohya_native=True),
+            clip_l(("te1",), "conditioner.embedders.0.transformer."),
+            open_clip("text_encoder_2", ("te2",), "conditioner.embedders.1.model.", comfy="clip_g", projection=True),
+        ),
+        hallmarks=(
+            *text_width(2048),
+            Hallmark("unet", "add_embedding.linear_1", 2816),
+            query_width("text_encoder_2", 1280),
+        ),
+        base_model_versions=("sdxl_base_v1-0", "sdxl_base_v0-9"),
+        architecture="stable-diffusion-xl-v1-base/lora",
+        prediction_type="epsilon",
+    ),
+    title="Stable Diffusion XL",
+)
+
+__all__ = ["SDXL"]
