@@ -16,10 +16,10 @@ from finitune.adapters import Magnitude, SiteAdapter
 from finitune.adapters.dora import norms
 from finitune.adapters.layer import AdaptedLayer, attach
 from finitune.adapters.weight import adapted_bias, adapted_weight, combined_weight
-from finitune.errors import AdapterError
+from finitune.errors import AdapterError, PlanError
 from finitune.numerics.compare import relative_l2
 from finitune.precision.apply import apply_current, apply_plan
-from finitune.precision.certificate import outputs, prove
+from finitune.precision.certificate import check, outputs, prove
 from finitune.precision.plan import Line
 from finitune.precision.planner import plan_component
 from finitune.precision.sites import product_sites
@@ -105,7 +105,7 @@ def test_over_a_half_twin_the_change_is_as_exact_as_half_products_are(kind: str,
     twin = product_twin(base, line, torch.float16, carried)
     stored = x * 2.0**-carried
     layered = AdaptedLayer(twin, [(adapter, 1.0)])
-    change = layered.change(stored, layered.adapters) * 2.0**line.carry
+    change = layered.held(stored, twin) * 2.0**line.carry
     assert change.dtype == torch.float32 and error(change, true) < HALF
     found = layered(stored)
     assert found.dtype == twin.out_dtype
@@ -118,10 +118,10 @@ def test_without_a_plan_the_result_is_rounded_once_to_what_the_base_writes(dtype
     base, adapter, x = made("pad")
     base, x = base.to(dtype), x.to(dtype)
     layered = AdaptedLayer(base, [(adapter, 0.5)])
-    wanted = base(x).float() + layered.change(x, layered.adapters)
+    wanted = base(x).float() + layered.held(x, base)
     assert torch.equal(layered(x), wanted.to(dtype))
     exact = merged(base, adapter, x, 0.5) - merged(base, adapter, x, 0.0)
-    assert error(layered.change(x, layered.adapters), exact) < (HALF if dtype is torch.float16 else 1e-5)
+    assert error(layered.held(x, base), exact) < (HALF if dtype is torch.float16 else 1e-5)
 
 
 def test_a_small_change_survives_where_merged_bf16_weights_lose_it():
@@ -211,12 +211,13 @@ def test_trained_tensors_are_fp32_parameters_that_follow_to_no_other_dtype():
     assert AdaptedLayer(base, [(adapter, 1.0)], trainable=True).adapter.magnitude.tensor.requires_grad
 
 
-def test_masters_that_a_plan_has_rounded_are_refused():
+def test_a_plan_put_in_force_afterwards_leaves_the_masters_alone():
     base, adapter, x = made("linear")
     layered = AdaptedLayer(base, [(adapter, 1.0)], trainable=True)
-    with apply_current(nn.Sequential(layered)) as model, pytest.raises(AdapterError) as caught:
-        model(x)
-    assert caught.value.code == "ADAPTER-ROUNDED" and "attach" in caught.value.remedy
+    wanted = merged(base, adapter, x)
+    with apply_current(nn.Sequential(layered)) as model:
+        assert {p.dtype for p in layered.held.parameters()} == {torch.float32}
+        assert base.weight.dtype == torch.float16 and error(model(x), wanted) < 1e-3
 
 
 def test_what_model_code_reads_is_that_of_the_base():
@@ -360,6 +361,14 @@ def test_a_plan_before_and_a_plan_of_the_adapted_model(loud):
         certificate = prove(model, own, calls, 2)
         assert certificate.exact_rel_l2 == 0.0 and certificate.finite and certificate.droppable_lines == 0
         assert certificate.step_rel_l2 < certificate.bf16_step_rel_l2 / 2
+        assert certificate.headroom_bits_min >= 2 and certificate.half_flops_share > 0.99
+        with pytest.raises(PlanError, match="attached") as caught:
+            apply_plan(model, plan)
+        assert caught.value.code == "PLAN-NOT-A-PRODUCT"
+        moved = plan.moved({site: f"{site}.base" for site in adapters})
+        assert check(model, moved, calls).holds(1)
+        with apply_plan(model, moved) as planned:
+            assert worst(outputs(planned, calls), wanted) < 3e-3
 
 
 @pytest.mark.parametrize("family", [flux, unet], ids=lambda family: family.__name__)

@@ -91,16 +91,8 @@ class HeldAdapter(nn.Module):
 
     @property
     def adapter(self) -> SiteAdapter:
-        """The adapter over the live tensors. Raises AdapterError (ADAPTER-ROUNDED) where they are fp32 no more."""
+        """The adapter over the live tensors."""
         tensors = {role: getattr(self, role) for role in self.roles}
-        for role, tensor in tensors.items():
-            if tensor.dtype in (torch.float16, torch.bfloat16):
-                raise AdapterError(
-                    f"the adapter's {role} was rounded to {tensor.dtype} behind its back",
-                    code="ADAPTER-ROUNDED",
-                    evidence={"role": role, "dtype": str(tensor.dtype)},
-                    remedy="Put the precision plan in force first, then attach the adapter that is to be trained.",
-                )
         magnitude = self.stated.magnitude
         live = replace(magnitude, tensor=getattr(self, MAGNITUDE)) if magnitude else None
         return replace(self.stated, tensors=tensors, magnitude=live)
@@ -113,6 +105,59 @@ class HeldAdapter(nn.Module):
             return result if result.dtype == tensor.dtype else tensor.to(result.device)
 
         return super()._apply(moved, recurse)
+
+
+class HeldAdapters(nn.ModuleList):
+    """The adapters of one layer, and what they add to it together.
+
+    `scales_itself`: its products keep in range by themselves and its tensors stay fp32, so that a precision plan has
+    nothing to say about what happens inside.
+    """
+
+    scales_itself = True
+
+    def strong(self) -> list[Strong]:
+        """The adapters over the live tensors, each with its strength."""
+        return [(held.adapter, held.strength) for held in cast("Iterable[HeldAdapter]", self)]
+
+    def forward(self, x: Tensor, base: nn.Module) -> Tensor | None:
+        """What is to be added to the stored result of `base`, in fp32: by the factors, or by one product for all
+        others; None where no adapter acts.
+        """
+        acting = [(adapter, strength) for adapter, strength in self.strong() if strength != 0]
+        if not acting:
+            return None
+        products = LayerProducts(base)
+        added: list[Tensor] = []
+        dense: list[Tensor] = []
+        for adapter, strength in acting:
+            algorithm = algorithm_of(adapter.algorithm)
+            cheap = None if adapter.magnitude else algorithm.forward(adapter, x, products)
+            if cheap is None:
+                dense.append(strength * weight_delta(true_weight(base), adapter))
+            else:
+                added.append(strength * cheap)
+        if dense:
+            added.append(products.walk(x, total(dense)))
+        carry, carried = (getattr(base, name, 0) for name in ("carry", "carried"))
+        change = total(added) * 2.0 ** (carried - carry)
+        bias = bias_change(base, acting)
+        return change if bias is None else change + (bias * 2.0**-carry).view(-1, *[1] * products.axes)
+
+
+def true_weight(base: nn.Module) -> Tensor:
+    """A layer's weight in fp32, with the power of two undone by which it may be stored."""
+    weight: Any = base.weight
+    return weight.float() * 2.0 ** getattr(base, "weight_exponent", 0)
+
+
+def bias_change(base: nn.Module, acting: Sequence[Strong]) -> Tensor | None:
+    """The sum of m * (b(1) - b) in fp32, or None where every bias stays."""
+    bias: Any = base.bias
+    wide = None if bias is None else bias.float()
+    deltas = [(algorithm_of(a.algorithm).bias_delta(a, wide), strength) for a, strength in acting]
+    changes = [strength * delta.float() for delta, strength in deltas if delta is not None]
+    return total(changes) if changes else None
 
 
 class AdaptedLayer(nn.Module):
@@ -129,7 +174,7 @@ class AdaptedLayer(nn.Module):
         for adapter, _ in adapters:
             demand_fit(adapter, base)
         self.base = base
-        self.held = nn.ModuleList(HeldAdapter(a, strength, trainable, weight.device) for a, strength in adapters)
+        self.held = HeldAdapters(HeldAdapter(a, strength, trainable, weight.device) for a, strength in adapters)
         self.train(base.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -143,7 +188,7 @@ class AdaptedLayer(nn.Module):
     @property
     def adapters(self) -> list[Strong]:
         """The adapters over the live tensors, each with its strength."""
-        return [(held.adapter, held.strength) for held in cast("Iterable[HeldAdapter]", self.held)]
+        return self.held.strong()
 
     @property
     def adapter(self) -> SiteAdapter:
@@ -153,39 +198,8 @@ class AdaptedLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x)
-        acting = [(adapter, strength) for adapter, strength in self.adapters if strength != 0]
-        return (y.float() + self.change(x, acting)).to(y.dtype) if acting else y
-
-    def change(self, x: Tensor, acting: Sequence[Strong]) -> Tensor:
-        """What the adapters add to the stored result, in fp32: by their factors, or by one product for all others."""
-        products = LayerProducts(self.base)
-        added: list[Tensor] = []
-        dense: list[Tensor] = []
-        for adapter, strength in acting:
-            algorithm = algorithm_of(adapter.algorithm)
-            cheap = None if adapter.magnitude else algorithm.forward(adapter, x, products)
-            if cheap is None:
-                dense.append(strength * weight_delta(self.true_weight(), adapter))
-            else:
-                added.append(strength * cheap)
-        if dense:
-            added.append(products.walk(x, total(dense)))
-        carry, carried = (getattr(self.base, name, 0) for name in ("carry", "carried"))
-        change = total(added) * 2.0 ** (carried - carry)
-        bias = self.bias_change(acting)
-        return change if bias is None else change + (bias * 2.0**-carry).view(-1, *[1] * products.axes)
-
-    def true_weight(self) -> Tensor:
-        """The base's weight in fp32, with the power of two undone by which it may be stored."""
-        return self.base.weight.float() * 2.0 ** getattr(self.base, "weight_exponent", 0)  # type: ignore[operator]
-
-    def bias_change(self, acting: Sequence[Strong]) -> Tensor | None:
-        """The sum of m * (b(1) - b) in fp32, or None where every bias stays."""
-        bias: Any = self.base.bias
-        wide = None if bias is None else bias.float()
-        deltas = [(algorithm_of(a.algorithm).bias_delta(a, wide), strength) for a, strength in acting]
-        changes = [strength * delta.float() for delta, strength in deltas if delta is not None]
-        return total(changes) if changes else None
+        change = self.held(x, self.base)
+        return y if change is None else (y.float() + change).to(y.dtype)
 
 
 def total(tensors: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ from finitune.generation.draw import Drawing, decode_call, draw, recorded
 from finitune.generation.precisions import COMPONENTS, in_precision
 from finitune.generation.settings import Settings
 from finitune.models.anima.load import AnimaParts
-from finitune.precision.certificate import Certificate, prove
+from finitune.precision.certificate import Certificate, Check, check, prove
 from finitune.precision.plan import PrecisionPlan
 from finitune.precision.planner import Call, plan_component
 from finitune.progress import Progress, Silent
@@ -57,6 +57,20 @@ def certify(
         progress.advance("proving")
     progress.finish("proving")
     return certificates
+
+
+def certify_again(
+    parts: AnimaParts, plan: PrecisionPlan, calls: Calls, progress: Progress | None = None
+) -> dict[str, Check]:
+    """How a plan made for the parts as they were holds for the parts as they are, component by component."""
+    progress = progress or Silent()
+    progress.start("certifying again", len(plan.components))
+    checks: dict[str, Check] = {}
+    for component, component_plan in plan.components.items():
+        checks[component] = check(getattr(parts, component), component_plan, calls[component])
+        progress.advance("certifying again")
+    progress.finish("certifying again")
+    return checks
 
 
 def draw_in(

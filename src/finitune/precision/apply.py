@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from finitune.errors import NumericsError, PlanError, did_you_mean
 from finitune.numerics.formats import exponent_for
 from finitune.precision.plan import ComponentPlan, Line
-from finitune.precision.sites import leaf_norms, named_modules, product_sites, replace, tensors_in
+from finitune.precision.sites import (
+    is_product,
+    leaf_norms,
+    named_modules,
+    product_sites,
+    replace,
+    scales_itself,
+    tensors_in,
+)
 from finitune.precision.twins import Fp32Norm, Island, product_twin
 
 MANY = 1 / 16  # a place and its value take as much memory as several elements
@@ -135,6 +143,7 @@ def apply_plan(
     """
     carried = {line.carried_to: line.carry for line in plan.lines if line.carry}
     _check_sites(root, [*(line.site for line in plan.lines), *carried, *plan.casts])
+    _check_products(root, [line.site for line in plan.lines if line.kind == "product"])
     applied = Applied(root, root)
     lines = product_lines(root, plan)
     for site in plan.islands:
@@ -191,8 +200,9 @@ def stored_as(root: nn.Module, dtype: torch.dtype) -> Generator[nn.Module, None,
 
 
 def floating(root: nn.Module) -> list[nn.Parameter]:
-    """The floating parameters outside of modules that a plan keeps in fp32, each once."""
-    exempt = {id(p) for m in root.modules() if isinstance(m, (Fp32Norm, Island)) for p in m.parameters()}
+    """The floating parameters outside of modules that a plan keeps in fp32 or that scale themselves, each once."""
+    kept = (m for m in root.modules() if isinstance(m, (Fp32Norm, Island)) or scales_itself(m))
+    exempt = {id(parameter) for module in kept for parameter in module.parameters()}
     return [p for p in dict.fromkeys(root.parameters()) if p.is_floating_point() and id(p) not in exempt]
 
 
@@ -230,4 +240,16 @@ def _check_sites(root: nn.Module, sites: Iterable[str]) -> None:
                 subject=site,
                 evidence={"modules": len(known)},
                 remedy="Make a plan for this model: finitune plan MODEL --out FILE",
+            )
+
+
+def _check_products(root: nn.Module, sites: Iterable[str]) -> None:
+    for site in sites:
+        module = root.get_submodule(site)
+        if not is_product(module):
+            raise PlanError(
+                f"the plan has a line for the product {site!r}, which is a {type(module).__name__}",
+                code="PLAN-NOT-A-PRODUCT",
+                subject=site,
+                remedy="An adapter is attached there: put the plan in force first, or move its line to the base.",
             )

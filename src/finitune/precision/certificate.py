@@ -60,6 +60,37 @@ def outputs(module: nn.Module, calls: Sequence[Call]) -> list[Tensor]:
         return [next(tensors_in(call.run(module))).float() for call in calls]
 
 
+@dataclass(frozen=True)
+class Check:
+    """How a plan holds on some calls: errors are relative L2, worst call, against fp32."""
+
+    finite: bool
+    headroom_bits: float
+    step_rel_l2: float
+    bf16_step_rel_l2: float
+
+    def holds(self, asked_bits: float) -> bool:
+        """Whether the planned run is finite, has the headroom that was asked for, and is closer to fp32 than bf16."""
+        return self.finite and self.headroom_bits >= asked_bits and self.step_rel_l2 <= self.bf16_step_rel_l2
+
+
+def check(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call]) -> Check:
+    """Certify `plan` again, on calls it was not made for or on a changed model: (b) and (d) of the proof."""
+    with stored_as(root, torch.float32):
+        reference = outputs(root, calls)
+    with stored_as(root, torch.bfloat16):
+        bf16 = _worst(outputs(root, in_dtype(calls, torch.bfloat16)), reference)
+    with apply_plan(root, plan) as planned:
+        ours = outputs(planned, calls)
+        tape = record(planned, calls).tape()
+    return Check(is_finite(ours, tape), least_headroom(plan, tape), _worst(ours, reference), bf16)
+
+
+def is_finite(results: Sequence[Tensor], tape: Tape) -> bool:
+    """Whether neither the results nor anything on the way to them was NaN or infinite."""
+    return all(bool(t.isfinite().all()) for t in results) and not tape.nonfinite()
+
+
 def prove(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call], asked_bits: float) -> Certificate:
     """Check `plan` on `calls`; `root` is the component as loaded, and is left as it was."""
     with stored_as(root, torch.float32):
@@ -83,7 +114,7 @@ def prove(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call], asked_bit
         lines=len(plan.lines),
         casts=len(plan.casts),
         exact_rel_l2=algebra,
-        finite=all(bool(t.isfinite().all()) for t in ours) and not tape.nonfinite(),
+        finite=is_finite(ours, tape),
         headroom_bits_min=least_headroom(plan, tape),
         site_sqnr_db_median=statistics.median(ours_db),
         site_sqnr_db_min=min(ours_db),

@@ -8,7 +8,7 @@ the norms that read such a stream and hand on fp16, once, for all products behin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -68,6 +68,15 @@ class ComponentPlan:
         inside = f"{line.site}." if line.kind == "island" else None
         kept = (o for o in self.lines if o.site != line.site and not (inside and o.site.startswith(inside)))
         return replace(self, lines=(*kept, line))
+
+    def moved(self, places: Mapping[str, str]) -> ComponentPlan:
+        """The same plan for a model in which some sites stand elsewhere, as {site: its new name}."""
+
+        def place(site: str) -> str:
+            return places.get(site, site)
+
+        lines = (replace(line, site=place(line.site), carried_to=place(line.carried_to)) for line in self.lines)
+        return replace(self, lines=tuple(lines), casts=tuple(map(place, self.casts)))
 
     @property
     def islands(self) -> tuple[str, ...]:

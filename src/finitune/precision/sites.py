@@ -31,6 +31,11 @@ def is_leaf_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
+def scales_itself(module: nn.Module) -> bool:
+    """True for a module that says so: its products keep in range by themselves, its parameters have their own dtype."""
+    return getattr(module, "scales_itself", False) is True
+
+
 def product_sites(root: nn.Module) -> dict[str, nn.Module]:
     """Every product site of `root` by name; a shared module appears under its first name."""
     return {name: module for name, module in named_modules(root) if name and is_product(module)}

@@ -1,7 +1,8 @@
 """One run of a model as a list of operations, each with its place, dtype, range, operands, FLOPs and bytes.
 
 The tape is what planner, certificate and diagnosis read. It sees operations, not only modules: a residual add is an
-operation that no hook can see. A product site is one row, whatever happens inside it. Ranges go to one preallocated
+operation that no hook can see. A product site is one row, whatever happens inside it; a module that scales itself
+(an attached adapter) is none. Ranges go to one preallocated
 device buffer, one fused reduction each; nothing is read back before the run ends.
 """
 
@@ -19,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from finitune.numerics.stats import amax_into
-from finitune.precision.sites import ModulePath, is_leaf_norm, is_product, tensors_in
+from finitune.precision.sites import ModulePath, is_leaf_norm, is_product, scales_itself, tensors_in
 from finitune.precision.twins import Fp32Norm
 
 #: Operations whose infinities are meant: they write constants (attention masks above all).
@@ -133,7 +134,7 @@ class Recorder(TorchDispatchMode):
     def _enter(self, site: str, module: nn.Module, _inputs: Any) -> None:
         if self._path.depth == 1:
             self._occurrences.clear()
-        if is_product(module):
+        if is_product(module) or scales_itself(module):
             self._inside_product += 1
 
     def _leave(self, site: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -141,6 +142,8 @@ class Recorder(TorchDispatchMode):
             if self._inside_product == 1 and isinstance(output, Tensor):
                 self._record_site(site, module, next(tensors_in(inputs)), output)
             self._inside_product -= 1  # last: the measuring itself is no operation of the model
+        elif scales_itself(module):
+            self._inside_product -= 1
         elif isinstance(module, Fp32Norm) or is_leaf_norm(module):
             if isinstance(module, Fp32Norm):
                 self.norm_inputs.setdefault(site, next(tensors_in(inputs)).dtype)
