@@ -8,26 +8,46 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from finitune import __version__
-from finitune.cli import VERBS, Model, Picture, main
+from finitune.cli import VERBS, main
 from finitune.errors import FileError, UsageError
 from finitune.report import Level, Report
 
 MODEL = {"model", "qwen3", "vae", "tokenizers", "device"}
 PICTURE = {"prompt", "negative", "steps", "cfg", "seed", "size"}
+DOUBTS = {"dora_side", "glora_order", "zero_alpha"}
 OPTIONS = {
-    "generate": MODEL | PICTURE | {"precision", "plan", "out"},
+    "generate": MODEL | PICTURE | {"precision", "plan", "out", "adapter", "merge_first"},
     "diagnose": MODEL | PICTURE | {"precision", "out"},
     "plan": MODEL | {"out", "headroom_bits", "prompts", "steps", "seed", "size"},
+    "check": DOUBTS | {"file", "model"},
+    "convert": DOUBTS
+    | {"file", "to", "out", "as_algorithm", "rank", "dtype", "blocks", "portable", "model"}
+    | {"allow_lossy", "allow_unmatched", "fix_split_scale"},
+    "merge": DOUBTS
+    | {"model", "adapters", "out", "dtype", "rounding", "allow_unmatched", "dry_run", "keep_precise", "seed"}
+    | {"shard_size", "map", "rank", "energy"},
+    "extract": {"base", "tuned", "rank", "energy", "out", "to", "dtype", "include", "min_change", "full"},
+    "resize": DOUBTS | {"file", "rank", "energy", "out", "dtype", "allow_unmatched"},
     "demo": {"out", "steps"},
 }
-LINES = {"generate": ["generate", "pico-anima"], "diagnose": ["diagnose", "m"], "plan": ["plan", "m"], "demo": ["demo"]}
+LINES = {
+    "generate": ["generate", "pico-anima"],
+    "diagnose": ["diagnose", "m"],
+    "plan": ["plan", "m"],
+    "check": ["check", "f"],
+    "convert": ["convert", "f", "--to", "kohya"],
+    "merge": ["merge", "m", "a:0.5", "b", "-o", "o"],
+    "extract": ["extract", "b", "t", "--rank", "4"],
+    "resize": ["resize", "f", "--rank", "4"],
+    "demo": ["demo"],
+}
 
 Journey = Callable[..., Report]
 
@@ -53,10 +73,13 @@ def journey(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Journey], list[An
 def defaults(verb: Callable[..., Any]) -> dict[str, object]:
     """Each option of a verb with its default, the shared groups laid out flat."""
     found: dict[str, object] = {}
+    hints = get_type_hints(verb)
     for name, parameter in inspect.signature(verb).parameters.items():
-        group = {"model": Model, "picture": Picture}.get(name)
-        found |= {field.name: field.default for field in fields(group)} if group else {name: parameter.default}
-    return found
+        if is_dataclass(hints[name]):
+            found |= {field.name: field.default for field in fields(hints[name])}
+        else:
+            found[name] = parameter.default
+    return {name: MISSING if default is inspect.Parameter.empty else default for name, default in found.items()}
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
@@ -74,28 +97,10 @@ def test_defaults_are_the_journeys_own(verb: Callable[..., Any]):
 def test_options_reach_the_request(journey: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]):
     requests = journey("generate", lambda: Report("generate"))
     line = (
-        "generate dit.safetensors --qwen3 q --vae v --tokenizers t --device cpu --prompt=fox --negative bad --steps 4"
+        "generate dit.safetensors --qwen3 q --vae v --tokenizers t --device cpu --prompt=fox --negative bad --steps 4 "
+        "--cfg 1.5 --seed 7 --size 64x32 --precision bf16 --plan p --adapter a:0.5 --adapter b --merge-first -o o"
     )
-    assert (
-        main(
-            [
-                *line.split(),
-                "--cfg",
-                "1.5",
-                "--seed",
-                "7",
-                "--size",
-                "64x32",
-                "--precision",
-                "bf16",
-                "--plan",
-                "p",
-                "--out",
-                "o",
-            ]
-        )
-        == 0
-    )
+    assert main(line.split()) == 0
     (request,) = requests
     assert {name: getattr(request, name) for name in OPTIONS["generate"]} == {
         "model": "dit.safetensors",
@@ -111,6 +116,8 @@ def test_options_reach_the_request(journey: Callable[..., list[Any]], capsys: py
         "size": "64x32",
         "precision": "bf16",
         "plan": Path("p"),
+        "adapter": ("a:0.5", "b"),
+        "merge_first": True,
         "out": Path("o"),
     }
     assert capsys.readouterr().out.startswith("OK  generate: nothing to report")

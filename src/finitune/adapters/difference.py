@@ -31,13 +31,23 @@ def change_error(adapter: SiteAdapter | None, reference: SiteAdapter | None) -> 
     if plain_lora(adapter) and plain_lora(reference):
         errors.append(product_error(adapter, reference))
     elif a.additive and b.additive:
-        errors.append(relative(whole(adapter), whole(reference)))
+        errors.append(0.0 if identical(adapter, reference) else relative(whole(adapter), whole(reference)))
     elif adapter.algorithm != reference.algorithm or adapter.tensors.keys() != reference.tensors.keys():
         return math.inf
     else:
         errors += [relative(adapter.tensors[role], tensor) for role, tensor in reference.tensors.items()]
         errors.append(relative(torch.tensor(a.scale(adapter)), torch.tensor(b.scale(reference))))
     return max(errors)
+
+
+def identical(adapter: SiteAdapter, reference: SiteAdapter) -> bool:
+    """Whether two adapters are of one algorithm with the same options and scale, and their tensors are bit for bit."""
+    one, other = adapter.tensors, reference.tensors
+    if (adapter.algorithm, adapter.options, set(one)) != (reference.algorithm, reference.options, set(other)):
+        return False
+    algorithm = algorithm_of(adapter.algorithm)
+    alike = all(one[role].dtype == other[role].dtype and torch.equal(one[role], other[role]) for role in one)
+    return alike and algorithm.scale(adapter) == algorithm.scale(reference)
 
 
 def product_error(adapter: SiteAdapter, reference: SiteAdapter) -> float:
@@ -49,9 +59,9 @@ def product_error(adapter: SiteAdapter, reference: SiteAdapter) -> float:
     if (u.shape[0], d.shape[1]) != (v.shape[0], e.shape[1]):
         return math.inf
     s, t = (algorithm_of("lora").scale(one) for one in (adapter, reference))
-    norm = product_norm(t * v, e)
     if u.shape == v.shape and torch.equal(d, e) and torch.equal(s * u, t * v):
         return 0.0
+    norm = product_norm(t * v, e)
     difference = product_norm(torch.cat([s * u, -t * v], dim=1), torch.cat([d, e]))
     return difference / norm if norm else math.inf if difference else 0.0
 

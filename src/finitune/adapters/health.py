@@ -6,6 +6,7 @@ bound decides for nearly all sites; only where it does not is the product made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -17,6 +18,7 @@ from finitune.numerics.formats import HALF
 from finitune.report import Finding, Level
 
 SHOWN = 5
+GLANCE = 64
 TERMS: dict[str, tuple[frozenset[str], ...]] = {
     "lora": (frozenset({"up", "mid", "down"}),),
     "loha": (frozenset({"w1_a", "w1_b", "t1", "w2_a", "w2_b", "t2"}),),
@@ -35,7 +37,8 @@ BIASES = (frozenset({"diff_b"}), frozenset({"up_bias"}))
 def examine(adapters: AdapterSet) -> list[Finding]:
     """Warnings for deltas that are zero, and for factors whose product an fp16 program cannot hold."""
     silent = [site for site in adapters if is_zero(adapters[site])]
-    loud = {site: peak for site in adapters if (peak := product_peak(adapters[site])) >= HALF.overflow_at}
+    peaks = {site: product_peak(adapters[site]) for site in adapters}
+    loud = {site: peak for site, peak in peaks.items() if HALF.overflow_at <= peak < math.inf}
     findings: list[Finding] = []
     if silent:
         findings.append(
@@ -70,9 +73,15 @@ def is_zero(adapter: SiteAdapter) -> bool:
     terms = TERMS.get(adapter.algorithm)
     if terms is None or adapter.magnitude is not None:
         return False
-    zero = {role for role, tensor in adapter.tensors.items() if not tensor.float().any()}
+    zero = {role for role, tensor in adapter.tensors.items() if not has_nonzero(tensor)}
     present = (term & adapter.tensors.keys() for term in (*terms, *BIASES))
     return all(term & zero for term in present if term)
+
+
+def has_nonzero(tensor: Tensor) -> bool:
+    """Whether any element is not zero; a few of them nearly always tell."""
+    flat = tensor.flatten()
+    return bool(flat[:GLANCE].float().any()) or bool(flat.float().any())
 
 
 def product_peak(adapter: SiteAdapter) -> float:
@@ -88,10 +97,22 @@ def product_peak(adapter: SiteAdapter) -> float:
 
 
 def low_rank_bound(up: Tensor, down: Tensor) -> float:
-    """A bound on the elements of up @ down, by Cauchy and Schwarz: the longest row times the longest column."""
+    """A bound on the elements of up (n, r, ...) @ down (r, ...): the cheapest that shows that fp16 holds them.
+
+    r times the largest magnitudes, or by Cauchy and Schwarz the longest row times the longest column.
+    """
+    simple = down.shape[0] * largest(up) * largest(down)
+    if simple < HALF.overflow_at:
+        return simple
     rows = torch.linalg.vector_norm(up.float().flatten(1), dim=1)
     columns = torch.linalg.vector_norm(down.float().flatten(1), dim=0)
     return float(rows.max() * columns.max())
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest magnitude; NaN where the tensor holds one."""
+    low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
+    return max(-float(low), float(high))
 
 
 def listed(names: Iterable[str]) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from finitune.adapters import algorithm_of
 from finitune.adapters.core import SiteAdapter
-from finitune.adapters.weight import Strong, weight_delta
+from finitune.adapters.weight import Strong, combined_weight, weight_delta
 from finitune.errors import AdapterError, did_you_mean
 from finitune.numerics.conv import UNIT, Geometry, half_conv
 from finitune.numerics.half import half_linear
@@ -311,3 +311,30 @@ def attach(
     for name, layer in layers.items():
         root.set_submodule(name, layer)
     return Attached(root, layers, {name: layer.base for name, layer in layers.items()})
+
+
+def merge(root: nn.Module, adapters: Mapping[str, Sequence[Strong]]) -> None:
+    """Put adapters into the weights of `root`, by module name: summed in fp64 on the base, rounded once to fp32.
+
+    Adapted weights are fp32 afterwards, so that no half precision has taken its share yet. Nothing is changed where
+    one does not fit. Raises AdapterError as `attach` does.
+    """
+    attach(root, adapters).detach()  # everything is looked at before anything is written
+    for name, strong in adapters.items():
+        layer: Any = root.get_submodule(name)
+        layer.weight.data = combined_weight(layer.weight.data.double(), list(strong)).float()
+        change = bias_change(layer, [(adapter, strength) for adapter, strength in strong if strength != 0])
+        if change is not None:
+            demand_bias(layer, name)
+            layer.bias.data = layer.bias.data.float() + change
+
+
+def demand_bias(layer: nn.Module, name: str) -> None:
+    """Raise AdapterError (ADAPTER-BIAS) where an adapter changes a bias that the layer does not have."""
+    if layer.bias is None:
+        raise AdapterError(
+            f"the adapter changes the bias of {name}, which has none",
+            code="ADAPTER-BIAS",
+            subject=name,
+            remedy="Attach the adapter instead of merging it, or leave the bias out of its training.",
+        )

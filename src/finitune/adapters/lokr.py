@@ -3,12 +3,16 @@
 Sources: Yeh et al. 2023 (arXiv 2309.14859), section 3.3; for the split of the axes, the rank that divides alpha, and
 initial values, LyCORIS modules/lokr.py. There alpha counts only where a factor is decomposed. PEFT divides it by its
 configured rank in any case: state that rank as options={"rank": r}.
+
+A stretch of the rows of a Kronecker product is no Kronecker product, unless it begins and ends with rows of w1. So a
+module that is a part of a fused weight has the factors of the whole and the options {"first_row": a, "rows": n}.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Set
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,13 +29,17 @@ from finitune.adapters.core import (
 )
 from finitune.adapters.loha import low_rank, low_rank_shape
 
+STRETCH = frozenset({"first_row", "rows"})
+"""The options by which an adapter is only some rows of its Kronecker product."""
+
 
 class LoKr(Algorithm):
     """`w1` (j, m), or `w1_a` (j, r) and `w1_b` (r, m), by `w2` (k, n, *kernel), or `w2_a` (k, r) and
     `w2_b` (r, n * kernel), or `t2` (r, r, *kernel), `w2_a` (r, k) and `w2_b` (r, n): a weight (j * k, m * n, *kernel).
 
     How far the axes are split, and which factor is the larger, follows from the shapes alone. A new one takes the
-    options `factor`, `decompose_both`, `full_matrix`, `unbalanced` and `use_tucker`, as LyCORIS means them.
+    options `factor`, `decompose_both`, `full_matrix`, `unbalanced` and `use_tucker`, as LyCORIS means them. With the
+    options `first_row` and `rows` it is those rows of the product alone.
     """
 
     name = "lokr"
@@ -66,7 +74,11 @@ class LoKr(Algorithm):
         first, second = factor_shape(shapes, "1"), factor_shape(shapes, "2")
         if first is None or second is None or math.prod(first[2:]) != 1:
             raise wrong_shapes(self, adapter, "they do not chain to two factors")
-        return (first[0] * second[0], first[1] * second[1], *second[2:])
+        rows = first[0] * second[0]
+        begin, end = stretch_of(adapter) or (0, rows)
+        if not 0 <= begin < end <= rows:
+            raise wrong_shapes(self, adapter, f"rows {begin} to {end} are not among the {rows} of their product")
+        return (end - begin, first[1] * second[1], *second[2:])
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
         tensors = {role: torch.zeros(shape) for role, shape in factor_shapes(target).items()}
@@ -77,24 +89,58 @@ class LoKr(Algorithm):
         return SiteAdapter(self.name, tensors, target.alpha)
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
-        tensors = {role: tensor.to(base.dtype) for role, tensor in adapter.tensors.items()}
+        needed, rows = trimmed(adapter)
+        tensors = {role: tensor.to(base.dtype) for role, tensor in needed.items()}
         first, second = factor(tensors, "1"), factor(tensors, "2")
         second = second.reshape(second.shape[0], -1, *base.shape[2:])
         kron = torch.einsum("j m, k n ... -> j k m n ...", first.flatten(1), second)
-        return self.scale(adapter) * kron.reshape(base.shape)
+        return self.scale(adapter) * kron.flatten(0, 1)[rows].reshape(base.shape)
 
     def forward(self, adapter: SiteAdapter, x: Tensor, products: Products) -> Tensor | None:
         """For a Linear, with x seen as (..., m, n): w2 along n, then w1 along m; the kron itself is never made."""
         if products.channels != -1:
             return None
-        along_m, along_n = chain(adapter.tensors, "1"), chain(adapter.tensors, "2")
+        tensors, rows = trimmed(adapter)
+        along_m, along_n = chain(tensors, "1"), chain(tensors, "2")
         y = x.unflatten(-1, (along_m[0].shape[1], along_n[0].shape[1]))
         for weight in along_n:
             y = products.mix(y, weight)
         y = y.transpose(-1, -2)
         for weight in along_m:
             y = products.mix(y, weight)
-        return y.transpose(-1, -2).flatten(-2) * self.scale(adapter)
+        return y.transpose(-1, -2).flatten(-2)[..., rows] * self.scale(adapter)
+
+
+def stretch_of(adapter: SiteAdapter) -> tuple[int, int] | None:
+    """The rows [begin, end) of the Kronecker product that the adapter is; None where it is the whole."""
+    if not adapter.options.keys() & STRETCH:
+        return None
+    begin, count = (int(adapter.options.get(option, 0)) for option in ("first_row", "rows"))
+    return begin, begin + count
+
+
+def stretched(adapter: SiteAdapter, begin: int, end: int) -> SiteAdapter:
+    """The rows [begin, end) of a whole LoKr, in the same tensors; what belongs to rows beside them is not touched."""
+    return replace(adapter, options={**adapter.options, "first_row": begin, "rows": end - begin})
+
+
+def trimmed(adapter: SiteAdapter) -> tuple[Tensors, slice]:
+    """The tensors with only those rows of the first factor that the adapter needs, and its rows of their product."""
+    stretch, tensors = stretch_of(adapter), adapter.tensors
+    if stretch is None:
+        return tensors, slice(None)
+    (begin, end), height = stretch, block_rows(adapter)
+    first, last = begin // height, -(-end // height)
+    above = first * height
+    role = "w1" if "w1" in tensors else "w1_a"
+    return {**tensors, role: tensors[role][first:last]}, slice(begin - above, end - above)
+
+
+def block_rows(adapter: SiteAdapter) -> int:
+    """How many rows of the weight one row of the first factor makes: the rows of the second."""
+    if "w2" in adapter.tensors:
+        return adapter.tensors["w2"].shape[0]
+    return adapter.tensors["w2_a"].shape[1 if "t2" in adapter.tensors else 0]
 
 
 def factorization(dimension: int, factor: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import SiteAdapter, Tensors
+from finitune.adapters.core import SiteAdapter, Tensors, same_weight
 from finitune.errors import AdapterError
 
 Selection = Literal["principal", "middle", "last"]
@@ -28,7 +28,7 @@ def plain_lora(tensors: Tensors, alpha: float | None, base: Tensor, selection: S
 
     `selection` tells which singular values training started from: files do not say, and LyCORIS reads all of them as
     "principal". Raises AdapterError for roles that are missing, shapes that do not fit `base` (out, in, or a kernel
-    of 1 more), and kernels, for which LyCORIS has no consistent meaning.
+    of 1 more), kernels, for which LyCORIS has no consistent meaning, and a base that is not finite.
     """
     q, lambdas, p = checked(tensors, base)
     rank = q.shape[0]
@@ -56,11 +56,16 @@ def checked(tensors: Tensors, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         raise refusal("its tensors are not q_layer, p_layer and lambda_layer", tensors, base)
     if base.ndim < 2 or math.prod(base.shape[2:]) != 1:
         raise refusal("it is for a kernel, which LyCORIS trains and reads differently", tensors, base)
-    q, p = (tensors[role].double().flatten(1) for role in ("q_layer", "p_layer"))
     lambdas = tensors["lambda_layer"].double().flatten()
-    if q.shape != (len(lambdas), base.shape[1]) or p.shape != (base.shape[0], len(lambdas)):
-        raise refusal("its factors do not chain to the weight's shape", tensors, base)
-    return q, lambdas, p
+    q, p = (tensors[role].double() for role in ("q_layer", "p_layer"))
+    rank = len(lambdas)
+    if not rank or not same_weight(tuple(q.shape), (rank, base.shape[1])):
+        raise refusal("its q_layer and lambda_layer do not chain to the weight's inputs", tensors, base)
+    if not same_weight(tuple(p.shape), (base.shape[0], rank)):
+        raise refusal("its lambda_layer and p_layer do not chain to the weight's outputs", tensors, base)
+    if not bool(torch.isfinite(base.double()).all()):
+        raise refusal("the weight that it is a change of holds NaN or infinite numbers", tensors, base)
+    return q.flatten(1), lambdas, p.flatten(1)
 
 
 def refusal(why: str, tensors: Tensors, base: Tensor) -> AdapterError:

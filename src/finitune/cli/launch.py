@@ -21,7 +21,8 @@ from cyclopts.exceptions import (
 )
 
 from finitune import __version__
-from finitune.cli.verbs import VERBS, Flag, Job
+from finitune.cli.options import Flag, Job
+from finitune.cli.verbs import VERBS
 from finitune.errors import FinituneError, UsageError, did_you_mean
 from finitune.report import Finding, Level, Report
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import secrets
 import struct
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from finitune.errors import FileError
 from finitune.files.tensorfile import content_of, dtype_name
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT_BYTES = 8
+ABANDONED_SECONDS = 3600
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
@@ -27,26 +31,96 @@ def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
     The temporary name keeps the suffix of `path`. Raises FileError (FILE-NOT-WRITTEN) where the system refuses;
     other errors of `write` pass through.
     """
-    path = Path(path)
-    temporary = path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with staged([path]) as (temporary,):
         write(temporary)
-        flush(temporary)
-        temporary.replace(path)
+
+
+@contextmanager
+def staged(paths: Sequence[str | Path]) -> Iterator[tuple[Path, ...]]:
+    """Empty temporary files beside `paths`, to be filled; at the end all are flushed, then renamed in their order.
+
+    On any error none of them is left, nor a folder that was made for them. Raises FileError (FILE-NOT-WRITTEN) where
+    the system refuses; other errors pass through. Each file is locked meanwhile, where the system has locks, which
+    tells it from what a killed program left: see `strays`.
+    """
+    targets = [Path(path) for path in paths]
+    names = [path.with_name(f".partial-{secrets.token_hex(4)}-{path.name}") for path in targets]
+    folders: list[Path] = []
+    try:
+        with ExitStack() as locks:
+            for target, name in zip(targets, names, strict=True):
+                folders += make_folder(target.parent)
+                locks.enter_context(locked(name))
+            yield tuple(names)
+            for name in names:
+                flush(name)
+        for target, name in zip(targets, names, strict=True):
+            name.replace(target)
         if os.name == "posix":
-            flush(path.parent)  # the rename itself must survive a power cut
+            for folder in dict.fromkeys(path.parent for path in targets):
+                flush(folder)  # the renames themselves must survive a power cut
+        folders.clear()
     except OSError as error:
+        first = targets[0]
         raise FileError(
-            f"{path} could not be written: {error.strerror or error}",
+            f"{first} could not be written: {error.strerror or error}",
             code="FILE-NOT-WRITTEN",
-            subject=str(path),
+            subject=str(first),
             evidence={"errno": error.errno},
             remedy="Check the free space and the permissions of the folder. Nothing was left behind.",
         ) from error
     finally:
-        if temporary.exists():
-            temporary.unlink()
+        for name in names:
+            if name.exists():
+                name.unlink()
+        for folder in reversed(folders):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder with those above it; those that were not there, outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing[::-1]
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Make an empty file and hold a lock on it, where the system has locks that end with the program."""
+    with path.open("xb") as file:
+        if hold(file) is not None:
+            yield
+            return
+    yield  # an open file could not be renamed there
+
+
+def hold(file: BinaryIO) -> bool | None:
+    """Lock a file until it is closed, without waiting: False where another holds it, None where there are no locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def strays(path: str | Path) -> list[Path]:
+    """The temporary files that a killed program left beside `path` while it was to write it: nobody holds them."""
+    path = Path(path)
+    pattern = re.compile(rf"\.partial-[0-9a-f]{{8}}-{re.escape(path.name)}")
+    beside = path.parent.iterdir() if path.parent.is_dir() else ()
+    return sorted(found for found in beside if pattern.fullmatch(found.name) and is_abandoned(found))
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether no program holds the lock of a temporary file; without locks, whether an hour has passed."""
+    with path.open("rb") as file:
+        free = hold(file)
+    return time.time() - path.stat().st_mtime > ABANDONED_SECONDS if free is None else free
 
 
 def flush(path: Path) -> None:

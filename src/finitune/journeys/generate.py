@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finitune.errors import FileError, FinituneError
+from finitune.journeys.adapters import HOLDING_BITS, NamedAdapter, Worn, put_on
 from finitune.journeys.model import (
     OUTPUT,
     SHIPPED,
@@ -44,6 +45,8 @@ class Request(ModelChoice):
     out: Path | None = None
     precision: str = "auto"
     plan: Path | None = None
+    adapter: tuple[str, ...] = ()
+    merge_first: bool = False
 
     def settings(self) -> Settings:
         """The picture's settings; raises UsageError for what cannot be drawn."""
@@ -76,6 +79,11 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     from finitune.generation.verdict import judge
 
     settings, parts, precision, plan = prepare(request, report, progress)
+    worn = None
+    if request.adapter:
+        named = [NamedAdapter.parse(text) for text in request.adapter]
+        worn = put_on(parts, named, merge_first=request.merge_first, report=report)
+        plan = plan and certified_again(plan, parts, worn, settings, report, progress)
     with in_precision(parts, precision, plan) as running:
         drawing = draw(running, [settings], progress)
     if plan and running.guard.trips:
@@ -87,6 +95,8 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     if request.model in SHIPPED and precision == "planned-half":
         report.figures.update(compare_with_bf16(parts, settings, drawing, progress))
     metadata = receipt(request, precision, parts.fingerprint, plan)
+    if worn:
+        metadata |= {"adapters": worn.receipts, "merged_first": request.merge_first}
     report.artifacts["picture"] = str(_save(request.out, drawing, metadata, good=verdict.good))
     return report
 
@@ -107,6 +117,38 @@ def prepare(
     return settings, parts, precision, plan
 
 
+def certified_again(
+    plan: PrecisionPlan,
+    parts: AnimaParts,
+    worn: Worn,
+    settings: Settings,
+    report: Report,
+    progress: Progress | None,
+) -> PrecisionPlan:
+    """The plan for the model with its adapters: the model's own where it still holds on this prompt, else a new one."""
+    from finitune.generation.planning import calibrate, certify_again, plan_model
+
+    own = {name: component.moved(worn.places.get(name, {})) for name, component in plan.components.items()}
+    plan = replace(plan, components=own, proof={})
+    calls, _ = calibrate(parts, [settings], progress)
+    checks = certify_again(parts, plan, calls, progress)
+    held = all(check.holds(min(HOLDING_BITS, plan.headroom_bits)) for check in checks.values())
+    bits = min(check.headroom_bits for check in checks.values())
+    denoiser = checks["transformer"]
+    report.figures.update(adapted_headroom_bits=bits, adapted_step_rel_l2=denoiser.step_rel_l2)
+    report.figures.update(adapted_bf16_step_rel_l2=denoiser.bf16_step_rel_l2)
+    report.add(
+        Level.NOTE if held else Level.WARNING,
+        "PLAN-CERTIFIED-AGAIN" if held else "PLAN-REMADE",
+        plan.model,
+        "the plan holds with the adapter, too" if held else "the plan does not hold with the adapter: it was made anew",
+        headroom_bits=bits,
+        step_rel_l2=denoiser.step_rel_l2,
+        bf16_step_rel_l2=denoiser.bf16_step_rel_l2,
+    )
+    return plan if held else plan_model(parts, plan.model, calls, plan.headroom_bits, progress)
+
+
 def _tell_of_trips(request: Request, report: Report, guard: Guard, plan: PrecisionPlan) -> None:
     """Each event of the guard, and the plan as it was amended, written for the next picture."""
     for trip in guard.trips:
@@ -118,6 +160,8 @@ def _tell_of_trips(request: Request, report: Report, guard: Guard, plan: Precisi
             remedy="Draw by the amended plan from now on, or plan on more prompts: finitune plan MODEL --prompts FILE",
             input_amax=trip.amax,
         )
+    if request.adapter:  # its lines name layers as they are with the adapter on
+        return
     components = {**plan.components, "transformer": guard.amended(plan.components["transformer"])}
     amended = replace(plan, components=components, proof={})
     path = OUTPUT / f"{display_name(request)}.amended.plan.toml"

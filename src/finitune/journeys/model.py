@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 SHIPPED = ("pico-anima",)
 OUTPUT = Path("finitune-out")
-UNTYPED = ("model", "precision", "plan", "out", "headroom_bits", "prompts")  # each command has its own
+UNTYPED = (  # each command has its own
+    *("model", "precision", "plan", "out", "headroom_bits", "prompts"),
+    *("adapter", "merge_first"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +68,18 @@ def choose_device(name: str) -> str:
     return name
 
 
+def model_path(name: str) -> Path:
+    """Where the files of a shipped model lie, or the path that the name is."""
+    from finitune.models.pico import folder
+
+    return folder() if name in SHIPPED else Path(name)
+
+
 def _load(choice: ModelChoice) -> AnimaParts:
     from finitune.files.tensorfile import TensorFile
     from finitune.models.anima.load import load_folder, load_three_files, require_role
-    from finitune.models.pico import folder as pico_folder
 
-    if choice.model in SHIPPED:
-        return load_folder(pico_folder())
-    path = Path(choice.model)
+    path = model_path(choice.model)
     if path.is_dir():
         return load_folder(path)
     if not path.exists():

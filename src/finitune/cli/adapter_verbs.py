@@ -1,0 +1,186 @@
+"""Verbs for adapter files, and for models as files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from finitune.cli.options import Doubts, Dtype, Flag, Job, Out
+
+
+def check(file: Path, doubts: Doubts = Doubts(), *, model: str | None = None) -> Job:
+    """Say what a file is, what is wrong with it, and where it will load.
+
+    Parameters
+    ----------
+    file
+        An adapter file, a PEFT folder, or a model: a file, the index of a sharded one, a folder.
+    model
+        The model that the adapter is for: its family (`anima`, `sdxl` ...), `pico-anima`, a file or a folder.
+    """
+    from finitune.journeys import check as journey
+
+    return partial(journey.run, journey.Request(file=file, model=model, **vars(doubts)))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What to make of an adapter file."""
+
+    to: Literal["kohya", "comfy", "diffusers", "peft"]
+    """The spelling to write."""
+    out: Out = None
+    """The file to write; for `peft` a folder."""
+    as_algorithm: Annotated[Literal["lora"] | None, Parameter(name="--as")] = None
+    """The algorithm to write: a LoRA can say what most others do, at a larger rank or with an error."""
+    rank: int | None = None
+    """The largest rank to write; the least that is exact if left out."""
+    dtype: Dtype | None = None
+    """The dtype of factors; the file's own if left out. Alpha and magnitudes are fp32 always."""
+    blocks: str | None = None
+    """A re-numbering of the model's blocks, as "28 to 40"."""
+    portable: Flag = False
+    """Fold the scale into the factors, so that no program can miss it."""
+    allow_lossy: Flag = False
+    """Write it although something is lost; the report says how much."""
+    allow_unmatched: Flag = False
+    """Leave tensors out that have no place."""
+    fix_split_scale: Flag = False
+    """Mend the alpha of modules that were trained in parts and saved as one (see the warning of `check`)."""
+    model: str | None = None
+    """The family of the model, where the file does not tell it."""
+
+
+def convert(file: Path, conversion: Conversion, doubts: Doubts = Doubts()) -> Job:
+    """Write an adapter file in another spelling, or as another algorithm, and say what that costs.
+
+    Parameters
+    ----------
+    file
+        An adapter file, or a PEFT folder.
+    """
+    from finitune.journeys import convert as journey
+
+    return partial(journey.run, journey.Request(file=file, **vars(conversion), **vars(doubts)))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Merging:
+    """How to merge, and where to."""
+
+    out: Annotated[Path, Parameter(alias="-o")]
+    """The file to write, or the folder where MODEL is one."""
+    dtype: Literal["fp32", "fp16", "bf16", "fp8", "fp8-e5m2"] | None = None
+    """The dtype of the result; each tensor's own if left out."""
+    rounding: Literal["nearest", "stochastic", "compensated"] = "nearest"
+    """How the one rounding is done."""
+    allow_unmatched: Flag = False
+    """Leave modules out that MODEL does not have."""
+    dry_run: Flag = False
+    """Say what would be done, and write nothing."""
+    keep_precise: Flag = False
+    """Store the tensors in fp32 whose change the dtype would lose."""
+    seed: int = 0
+    """Seed of stochastic rounding."""
+    shard_size: int | None = None
+    """Write shards of at most so many bytes."""
+    map: Path | None = None
+    """A TOML file that names the keys of an odd checkpoint."""
+    rank: int | None = None
+    """The largest rank of the sum, where MODEL is an adapter; the sum of the ranks if left out."""
+    energy: float | None = None
+    """The share of each layer's squared change to keep, where MODEL is an adapter."""
+
+
+def merge(
+    model: str,
+    *adapters: Annotated[str, Parameter(name="ADAPTER", required=True)],
+    merging: Merging,
+    doubts: Doubts = Doubts(),
+) -> Job:
+    """Merge adapters into a model, or into one another, rounding once, and check what was written.
+
+    Parameters
+    ----------
+    model
+        `pico-anima`, a file, the index of a sharded one, or a folder; or an adapter, to which the others are added.
+    adapters
+        Adapter files, as FILE or FILE:STRENGTH.
+    """
+    from finitune.journeys import merge as journey
+
+    return partial(journey.run, journey.Request(model=model, adapters=adapters, **vars(merging), **vars(doubts)))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Extraction:
+    """What to extract."""
+
+    rank: int | None = None
+    """The largest rank of a layer."""
+    energy: float | None = None
+    """The share of each layer's squared change to keep, as 0.99."""
+    out: Out = None
+    """The file to write."""
+    to: Literal["kohya", "comfy", "diffusers"] = "kohya"
+    """The spelling to write."""
+    dtype: Dtype | None = None
+    """The dtype of factors; fp32 if left out."""
+    include: tuple[str, ...] = ()
+    """Patterns of the modules to extract (`*attn*`); all if left out."""
+    min_change: float = 0.0
+    """Leave out tensors that changed by less than this share of their norm."""
+    full: Flag = False
+    """Store whole what no LoRA can hold (embeddings and the like)."""
+
+
+def extract(base: Path, tuned: Path, extraction: Extraction = Extraction()) -> Job:
+    """Write what a tuned model has learned over its base as a LoRA, with the error of each layer.
+
+    Parameters
+    ----------
+    base
+        The model before: a file, the index of a sharded one, or a folder.
+    tuned
+        The model after.
+    """
+    from finitune.journeys import extract as journey
+
+    return partial(journey.run, journey.Request(base=base, tuned=tuned, **vars(extraction)))
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Resizing:
+    """How small to make it."""
+
+    rank: int | None = None
+    """The largest rank of a layer."""
+    energy: float | None = None
+    """The share of each layer's squared change to keep, as 0.99."""
+    out: Out = None
+    """The file to write."""
+    dtype: Dtype | None = None
+    """The dtype of factors; the file's own if left out."""
+    allow_unmatched: Flag = False
+    """Leave tensors out that have no place."""
+
+
+def resize(file: Path, resizing: Resizing = Resizing(), doubts: Doubts = Doubts()) -> Job:
+    """Write a LoRA of a smaller rank, with the true error of each layer.
+
+    Parameters
+    ----------
+    file
+        An adapter file.
+    """
+    from finitune.journeys import resize as journey
+
+    return partial(journey.run, journey.Request(file=file, **vars(resizing), **vars(doubts)))

@@ -1,0 +1,114 @@
+"""Verbs for models and pictures."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from finitune.cli.options import Flag, Job, Model, Out, Picture, Precision
+
+
+def generate(
+    model: Model,
+    picture: Picture = Picture(),
+    *,
+    precision: Precision = "auto",
+    plan: Path | None = None,
+    adapter: tuple[str, ...] = (),
+    merge_first: Flag = False,
+    out: Out = None,
+) -> Job:
+    """Draw a picture, and check that it is one.
+
+    Parameters
+    ----------
+    adapter
+        An adapter file, as FILE or FILE:STRENGTH; may be given several times.
+    merge_first
+        Put the adapters into the weights, instead of attaching them to the layers.
+    precision
+        How to compute; `auto` takes the best that this machine and the plan allow.
+    plan
+        A precision plan, as `finitune plan` writes it.
+    out
+        The PNG file to write.
+    """
+    from finitune.journeys import generate as journey
+
+    how = {"precision": precision, "plan": plan, "adapter": adapter, "merge_first": merge_first, "out": out}
+    return partial(journey.run, journey.Request(**vars(model), **vars(picture), **how))
+
+
+def diagnose(
+    model: Model,
+    picture: Picture = Picture(),
+    *,
+    precision: Precision = "raw-half",
+    out: Out = None,
+) -> Job:
+    """Find out why a picture is black: which block, which operation, which number.
+
+    Parameters
+    ----------
+    precision
+        How the picture was computed when it failed.
+    out
+        A folder for the evidence: the picture as it was asked for, the one that a plan draws, the ranges.
+    """
+    from finitune.journeys import diagnose as journey
+
+    return partial(journey.run, journey.Request(**vars(model), **vars(picture), precision=precision, out=out))
+
+
+def plan(
+    model: Model,
+    *,
+    out: Out = None,
+    headroom_bits: float = 2,
+    prompts: Path | None = None,
+    steps: int = 28,
+    seed: int = 0,
+    size: str | None = None,
+) -> Job:
+    """Measure a model's ranges, write the smallest plan that keeps fp16 finite, and prove it.
+
+    Parameters
+    ----------
+    out
+        The plan file to write.
+    headroom_bits
+        Powers of two to keep free above the largest measured magnitude.
+    prompts
+        A text file with one calibration prompt a line.
+    steps
+        Number of denoising steps for each prompt.
+    seed
+        Seed of the noise.
+    size
+        WIDTHxHEIGHT in pixels; the model's own size if left out.
+    """
+    from finitune.journeys import plan as journey
+
+    request = journey.Request(
+        **vars(model), out=out, headroom_bits=headroom_bits, prompts=prompts, steps=steps, seed=seed, size=size
+    )
+    return partial(journey.run, request)
+
+
+def demo(*, out: Annotated[Path, Parameter(alias="-o")] = Path("finitune-out/demo"), steps: int = 28) -> Job:
+    """See it on a small model: a black picture, its diagnosis, its plan, and the picture.
+
+    Parameters
+    ----------
+    out
+        The folder to write to.
+    steps
+        Number of denoising steps of each picture.
+    """
+    from finitune.journeys import demo as journey
+    from finitune.render.story import story_page
+
+    return partial(journey.run, journey.Request(out=out, steps=steps), story_page)

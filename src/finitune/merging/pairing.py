@@ -1,0 +1,156 @@
+"""Two checkpoints of one model, tensor by tensor, whatever each calls its modules and however it cuts it into files.
+
+A tensor that the family's tables know is found by its site, so that the original naming meets diffusers'; a weight
+that one of them keeps fused (q, k and v) is met part by part. Any other tensor is found by its own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from finitune.files.tensorfile import TensorFile
+from finitune.merging.bases import Base
+from finitune.models import ModelSpec
+from finitune.models.sites import AdapterSites, ComponentSites
+from finitune.namings.core import Landing
+from finitune.namings.resolve import Parameter, Resolver
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a tensor lies: the file, its key there, and which part of it; `inputs` of the weight where it is fused.
+
+    `folder` is the component whose folder the file lies in, '' for a file of its own.
+    """
+
+    file: TensorFile
+    key: str
+    landing: Landing | None = None
+    part: int = 0
+    inputs: int = 0
+    parameter: Parameter | None = None
+    folder: str = ""
+
+    @property
+    def component(self) -> str:
+        """The component, or '' for a tensor that no table knows."""
+        return self.landing.component if self.landing else ""
+
+    @property
+    def site(self) -> str:
+        """Component and module, or '' for a tensor that no table knows."""
+        return f"{self.landing.component}.{self.landing.sites[self.part]}" if self.landing else ""
+
+    @property
+    def name(self) -> str:
+        """What the tensor is called in either naming; its folder and key where no table knows it."""
+        if self.landing is None:
+            return f"{self.folder}.{self.key}" if self.folder else self.key
+        return f"{self.site}.{self.parameter}"
+
+
+@dataclass
+class Checkpoint:
+    """The tensors of one or several files by name; holds the last one read, for the parts that follow.
+
+    `doubled` are the keys of tensors whose name another one had before.
+    """
+
+    sources: dict[str, Source]
+    doubled: list[str]
+    last: tuple[str, Tensor] | None = field(default=None, repr=False)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as diffusers has it: a part of a fused one, halves put right, inputs last."""
+        source = self.sources[name]
+        place = f"{source.file.path}:{source.key}"
+        if self.last is None or self.last[0] != place:
+            self.last = None  # before the next one is read: one at a time
+            self.last = place, source.file.read(source.key)
+        return part_of(self.last[1], source)
+
+
+def part_of(tensor: Tensor, source: Source) -> Tensor:
+    """The part of a checkpoint's tensor that a source is."""
+    landing = source.landing
+    if landing is None:
+        return tensor
+    if landing.transposed:
+        tensor = tensor.t()
+    if landing.swapped:
+        tensor = torch.cat(tensor.chunk(2)[::-1])
+    count = len(landing.sites)
+    if count == 1:
+        return tensor
+    rows = source.inputs if landing.division == "by-input" else len(tensor) // count
+    return tensor.split([*[rows] * (count - 1), len(tensor) - rows * (count - 1)])[source.part]
+
+
+def open_checkpoint(base: Base) -> Checkpoint:
+    """The tensors of a model by the names that its resolver finds; of two that claim one name, the first."""
+    sources: dict[str, Source] = {}
+    doubled: list[str] = []
+    for source in sources_of(base):
+        if sources.setdefault(source.name, source) is not source:
+            doubled.append(source.key)
+    return Checkpoint(sources, doubled)
+
+
+def sources_of(base: Base) -> Iterator[Source]:
+    """What each tensor of a model is."""
+    found = base.landings()
+    widths = {
+        (landing.component, landing.sites): base.shape(key)[0 if landing.transposed else -1]
+        for key, (landing, parameter) in found.items()
+        if parameter == "weight" and base.shape(key)
+    }
+    for key in base:
+        file = base.files[key.file]
+        if key not in found:
+            yield Source(file, key.name, folder=key.file)
+            continue
+        landing, parameter = found[key]
+        inputs = widths.get((landing.component, landing.sites), 0)
+        for part in range(len(landing.sites)):
+            yield Source(file, key.name, landing, part, inputs, parameter, key.file)
+
+
+def weight_shapes(base: Base) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight of a model by component and module, parts of fused ones apart; reads headers alone."""
+    return {
+        source.site: tuple(part_of(torch.empty(source.file.shapes[source.key], device="meta"), source).shape)
+        for source in sources_of(base)
+        if source.parameter == "weight"
+    }
+
+
+def weights_of(base: Base) -> Callable[[str], Tensor | None]:
+    """Reads a model's weights by component and module, when asked for one; None for a module that it does not have."""
+    checkpoint = open_checkpoint(base)
+
+    def weight_of(site: str) -> Tensor | None:
+        name = f"{site}.weight"
+        return checkpoint.read(name) if name in checkpoint.sources else None
+
+    return weight_of
+
+
+def model_of(base: Base) -> ModelSpec:
+    """The family of a model; for one that no table knows, the modules that its own tensors name."""
+    if base.family is not None:
+        return base.family
+    keys = (key.name.rpartition(".") for key in base)
+    names = tuple(dict.fromkeys(name for name, _, last in keys if last in ("weight", "bias")))
+    sites = AdapterSites((ComponentSites("transformer", ("unet", "transformer"), names),))
+    return ModelSpec("unknown", ("transformer",), (), sites, "an unknown model")
+
+
+def as_family(base: Base, family: ModelSpec) -> Base:
+    """The same model, its tensors taken for those of `family`."""
+    return replace(base, family=family, resolver=Resolver.of_model(family))

@@ -1,0 +1,264 @@
+"""What a merge will do, before it does anything: every tensor of the base and every module of the adapters."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from finitune.adapters import AdapterSet, SiteAdapter, algorithm_of
+from finitune.adapters.core import Shape
+from finitune.adapters.weight import Strong
+from finitune.errors import AdapterError, ModelError
+from finitune.files.tensorfile import TensorEntry
+from finitune.merging.bases import Base, Key
+from finitune.merging.recipe import Change, Part
+from finitune.merging.scaled import Scale, demand_one_scale, scales_of
+from finitune.namings.core import Landing
+from finitune.namings.shelf import outlined
+from finitune.report import Table
+
+
+@dataclass(frozen=True)
+class Source:
+    """One adapter of a merge: its name for people, what it is, and how strongly it acts."""
+
+    name: str
+    adapter: AdapterSet
+    strength: float
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One tensor of the output: where it comes from, what becomes of it, in which dtype; see `work.Job`.
+
+    `scale` where the base stores codes with a scale.
+    """
+
+    key: Key
+    entry: TensorEntry
+    dtype: torch.dtype
+    change: Change | None = None
+    scale: Scale | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return self.change.new_shape if self.change else self.entry.shape
+
+    @property
+    def rescaled(self) -> bool:
+        return self.scale is not None and self.dtype == self.entry.torch_dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All tensors of the output; the scales among them belong to their weights (`scales`: their keys)."""
+
+    tensors: tuple[Planned, ...]
+    scales: Mapping[Key, Key] = field(default_factory=dict)
+    matched: int = 0
+    unmatched: tuple[tuple[str, str], ...] = ()
+    """(adapter, site) of the modules that the base does not have."""
+
+    @property
+    def adapted(self) -> tuple[Planned, ...]:
+        return tuple(one for one in self.tensors if one.change)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(one.size_bytes for one in self.tensors)
+
+
+def make_plan(base: Base, sources: Sequence[Source], dtype: torch.dtype | None = None) -> Plan:
+    """The plan of a merge; `dtype` for every tensor of floats, None to keep each as it is.
+
+    Raises AdapterError where an adapter does not fit the base.
+    """
+    found = base.landings()
+    acting = sites_of(sources)
+    used: set[str] = set()
+    tensors: list[Planned] = []
+    hidden: dict[Key, Key] = {}
+    for component, file in base.files.items():
+        scales = scales_of(file.entries)
+        by_scale = {scale.key: key for key, scale in scales.items()}
+        for name, entry in file.entries.items():
+            key = Key(component, name)
+            if name in by_scale:
+                hidden[key] = Key(component, by_scale[name])
+                continue
+            change = change_of(base, key, *found[key], acting, used) if key in found else None
+            if change and not entry.torch_dtype.is_floating_point:
+                raise no_numbers(key, entry)
+            if change:
+                demand_one_scale(name, file.entries, scales)
+            to = dtype if dtype is not None and entry.torch_dtype.is_floating_point else entry.torch_dtype
+            tensors.append(Planned(key, entry, to, change, scales.get(name)))
+    demand_biases(sources, used)
+    unmatched = [(s.name, site) for s in sources for site in s.adapter if not used & {f"{site}.weight", f"{site}.bias"}]
+    matched = len({site.rpartition(".")[0] for site in used})
+    return Plan(tuple(tensors), hidden, matched, tuple(unmatched))
+
+
+def sites_of(sources: Sequence[Source]) -> dict[str, list[Strong]]:
+    """{site: its adapters with their strengths}, over all sources."""
+    acting: dict[str, list[Strong]] = {}
+    for source in sources:
+        for site, adapter in source.adapter.sites.items():
+            acting.setdefault(site, []).append((adapter, source.strength))
+    return acting
+
+
+def change_of(
+    base: Base, key: Key, landing: Landing, parameter: str, acting: Mapping[str, list[Strong]], used: set[str]
+) -> Change | None:
+    """What becomes of one tensor, None where nothing acts on it; adds the parameters it found to `used`."""
+    shape = base.shape(key)
+    sites = [f"{landing.component}.{site}" for site in landing.sites]
+    if not any(site in acting for site in sites):
+        return None
+    laid = shape[::-1] if landing.transposed else shape
+    parts: list[Part] = []
+    begin = 0
+    for site, rows in zip(sites, row_counts(landing, laid, len(sites)), strict=True):
+        adapters = [strong for strong in acting.get(site, ()) if acts_on(strong[0], parameter, rows)]
+        if adapters:
+            used.add(f"{site}.{parameter}")
+        for adapter, _ in adapters:
+            demand_fit(key, site, adapter, parameter, (rows, *laid[1:]))
+        parts.append(Part(site, begin, begin + rows, tuple(strong for strong in adapters if strong[1] != 0)))
+        begin += rows
+    if not any(part.adapters for part in parts):
+        return None
+    wider = new_shape(shape, parts, parameter)
+    return Change(parameter, tuple(parts), shape, wider, landing.swapped, landing.transposed)
+
+
+def row_counts(landing: Landing, shape: Shape, count: int) -> list[int]:
+    """How many rows each site of a tensor has; raises ModelError where they do not come out."""
+    rows = shape[0] if shape else 1
+    if count == 1:
+        return [rows]
+    if landing.division == "equal":
+        counts = [rows // count] * count
+    elif len(shape) > 1:
+        counts = [shape[1]] * (count - 1)
+        counts.append(rows - sum(counts))
+    else:
+        counts = []
+    if sum(counts) != rows or min(counts, default=0) <= 0:
+        raise ModelError(
+            f"the {rows} rows of a fused tensor are not those of {', '.join(landing.sites)}",
+            code="MODEL-SHAPES",
+            subject=landing.sites[0],
+            evidence={"shape": list(shape), "division": landing.division},
+            remedy="The checkpoint is of another model, or this bias cannot be divided: use the unfused model.",
+        )
+    return counts
+
+
+def acts_on(adapter: SiteAdapter, parameter: str, rows: int) -> bool:
+    """Whether an adapter changes a module's weight, or its bias."""
+    if parameter == "bias":
+        return algorithm_of(adapter.algorithm).bias_delta(adapter, torch.zeros(rows)) is not None
+    return bool(adapter.tensors.keys() - {"diff_b"})
+
+
+def demand_fit(key: Key, site: str, adapter: SiteAdapter, parameter: str, shape: Shape) -> None:
+    """Raise AdapterError, with the tensor as its subject, where an adapter does not fit its module."""
+    if parameter == "bias":
+        return
+    try:
+        algorithm_of(adapter.algorithm).check(outlined(adapter), shape)
+    except AdapterError as error:
+        error.subject = str(key)
+        error.evidence["site"] = site
+        raise
+
+
+def demand_biases(sources: Sequence[Source], used: set[str]) -> None:
+    """Raise AdapterError where an adapter changes a bias that the base does not have, while it has the weight."""
+    for source in sources:
+        for site, adapter in source.adapter.sites.items():
+            lacks = f"{site}.bias" not in used and (f"{site}.weight" in used or set(adapter.tensors) == {"diff_b"})
+            if lacks and algorithm_of(adapter.algorithm).bias_delta(adapter, None) is not None:
+                raise AdapterError(
+                    f"{source.name} changes the bias of {site}, and the base has none there",
+                    code="ADAPTER-BIAS",
+                    subject=site,
+                    evidence={"adapter": source.name},
+                    remedy="A bias that the module does not have would be read by no program. Attach the adapter "
+                    "instead, or train it without the bias.",
+                )
+
+
+def new_shape(shape: Shape, parts: Sequence[Part], parameter: str) -> Shape:
+    """The tensor's new shape: wider where an adapter reshapes it."""
+    wider = [
+        implied[1]
+        for part in parts
+        for adapter, _ in part.adapters
+        if parameter == "weight"
+        and (algorithm := algorithm_of(adapter.algorithm)).widens(adapter)
+        and len(implied := algorithm.shape(outlined(adapter)) or ()) > 1
+    ]
+    return shape if not wider else (shape[0], max(shape[1], *wider), *shape[2:])
+
+
+def no_numbers(key: Key, entry: TensorEntry) -> ModelError:
+    """The error for packed integers where a weight is to change."""
+    return ModelError(
+        f"{key} holds {entry.dtype}, not floats",
+        code="MERGE-QUANTISED",
+        subject=str(key),
+        evidence={"dtype": entry.dtype, "shape": list(entry.shape)},
+        remedy="Merge into the unquantised base and quantise the result.",
+    )
+
+
+def with_precise(plan: Plan, keys: set[Key]) -> Plan:
+    """The plan with some tensors in fp32."""
+    tensors = [replace(one, dtype=torch.float32) if one.key in keys else one for one in plan.tensors]
+    return replace(plan, tensors=tuple(tensors))
+
+
+def tables(plan: Plan, base: Base, sources: Sequence[Source]) -> list[Table]:
+    """The plan for a person: the adapted tensors by kind, and, for a base with a map, each key's way."""
+    kinds: Counter[tuple[str, ...]] = Counter()
+    sizes: Counter[tuple[str, ...]] = Counter()
+    for one in plan.tensors:
+        dtypes = f"{short(one.entry.torch_dtype)} to {short(one.dtype)}"
+        if one.change:
+            acting = [strong for part in one.change.adapted for strong in part.adapters]
+            algorithms = ", ".join(sorted({algorithm_of(a.algorithm).title for a, _ in acting}))
+            strengths = ", ".join(f"{m:g}" for m in sorted({m for _, m in acting}))
+            kind = (re.sub(r"\b\d+\b", "*", str(one.key)), algorithms, strengths, dtypes)
+        else:
+            kind = ("all others", "", "", dtypes)
+        kinds[kind] += 1
+        sizes[kind] += one.size_bytes
+    rows = [(kind[0], str(count), *kind[1:], f"{sizes[kind] / 1e6:.1f} MB") for kind, count in kinds.items()]
+    columns = ("tensors", "count", "algorithm", "strength", "dtype", "size")
+    made = [Table("merge", columns, tuple(sorted(rows, key=lambda row: row[0] == "all others")))]
+    if base.renames:
+        ways = ((str(key), base.known_name(key), landed(base, key)) for key in base)
+        made.append(Table("map", ("key", "known as", "lands at"), tuple(ways)))
+    return made
+
+
+def landed(base: Base, key: Key) -> str:
+    """Where a tensor lands, for a person."""
+    found = base.landing(key)
+    return f"{found[0].component}: {', '.join(found[0].sites)} ({found[1]})" if found else "nowhere"
+
+
+def short(dtype: torch.dtype) -> str:
+    """A dtype's name for people."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,56 @@
+"""An adapter for a variant of its model whose blocks are numbered otherwise, by the maps that the family publishes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from finitune.adapters.core import AdapterSet
+from finitune.errors import AdapterError, UsageError, did_you_mean
+from finitune.models.spec import ModelSpec
+from finitune.namings.metadata import block_maps_applied
+
+
+def renumbered(adapter: AdapterSet, family: ModelSpec, name: str, metadata: Mapping[str, str]) -> AdapterSet:
+    """The adapter with its blocks re-numbered by the family's map of that name, such as "28 to 40".
+
+    Raises UsageError (BLOCKS-UNKNOWN) for a map that the family has not, AdapterError where the file's receipt says
+    that it was applied before (BLOCKS-ALREADY-MAPPED), or a block is beyond it (BLOCKS-OUT-OF-RANGE).
+    """
+    maps = family.adapters.block_maps
+    if name not in maps:
+        raise UsageError(
+            f"--blocks {name}: {family.title} has no such re-numbering.{did_you_mean(name, maps)}",
+            code="BLOCKS-UNKNOWN",
+            subject="--blocks",
+            remedy=f"It is one of: {', '.join(maps) or 'none'}.",
+        )
+    applied = block_maps_applied(metadata)
+    if name in applied:
+        raise AdapterError(
+            f"the blocks of this file were re-numbered {name} before",
+            code="BLOCKS-ALREADY-MAPPED",
+            subject="--blocks",
+            evidence={"applied": list(applied)},
+            remedy="Leave out --blocks: a second time would put every block in a wrong place.",
+        )
+    template, numbers = maps[name]
+    sites = {moved(site, template, numbers): one for site, one in adapter.sites.items()}
+    return AdapterSet(sites, adapter.embeddings)
+
+
+def moved(site: str, template: str, numbers: Mapping[int, int]) -> str:
+    """A site with its block's number mapped, or as it is where it lies in no such block."""
+    head, _, _ = template.partition("{i}")
+    component, _, name = site.partition(".")
+    if not name.startswith(head):
+        return site
+    number, dot, rest = name[len(head) :].partition(".")
+    if int(number) not in numbers:
+        raise AdapterError(
+            f"{site}: the model to be re-numbered from has blocks 0 to {max(numbers)}",
+            code="BLOCKS-OUT-OF-RANGE",
+            subject=site,
+            evidence={"block": int(number), "last_block": max(numbers)},
+            remedy="The adapter is of the larger model already. Leave out --blocks.",
+        )
+    return f"{component}.{head}{numbers[int(number)]}{dot}{rest}"

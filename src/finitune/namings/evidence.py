@@ -1,0 +1,267 @@
+"""What an adapter file is: the model family that it was made for, and how it is spelled; by evidence, not by belief.
+
+A family is known by the share of the file's modules that its tables have, then by hallmarks: widths of weights and
+numbers of blocks that tell relatives with equal names apart. What the metadata says decides only where these do not;
+after it, that adapters train whatever is alike in a model, so that the family is likelier of which the file has more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from finitune.errors import AdapterError
+from finitune.files.keymap import match
+from finitune.models.sites import AdapterSites, ComponentSites
+from finitune.models.spec import ModelSpec
+from finitune.namings.groups import Group, inputs_of
+from finitune.namings.metadata import stated_table
+from finitune.namings.resolve import Found, Resolver
+from finitune.namings.spellings import SPELLINGS, WRAPPERS, Spelling
+from finitune.report import Finding, Level
+
+GENERIC = (
+    ComponentSites("unet", ("unet",), ()),
+    ComponentSites("transformer", ("unet",), ()),
+    *(ComponentSites(f"text_encoder{n}", ("te", "te1", "te2", "te3"), (), comfy="clip_l") for n in ("", "_2", "_3")),
+)
+"""Components as most families have them, to find a prefix where no table knows the modules behind it."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A module's name taken apart: the prefix, the wrappers stripped, and what the rest was found to be."""
+
+    prefix: str
+    name: str
+    stripped: tuple[str, ...] = ()
+    found: Found | None = None
+    container: bool = False
+
+
+class Eyes:
+    """Takes module names apart, for the modules of one resolver."""
+
+    def __init__(self, resolver: Resolver):
+        self.resolver = resolver
+        self.prefixes: dict[str, set[str]] = {}
+        for component in resolver.components.values():
+            for spelling in SPELLINGS:
+                for text in spelling.texts(component):
+                    self.prefixes.setdefault(text, set()).add(component.name)
+
+    def see(self, module: str) -> Sight:
+        """The reading of a name that strips least and is a module; without one, the farthest that was tried.
+
+        So a real module that is called like a wrapper or a prefix is never stripped.
+        """
+        queue: deque[Sight] = deque([Sight("", module)])
+        seen: set[tuple[str, str]] = set()
+        sight, container = queue[0], False
+        while queue:
+            sight = queue.popleft()
+            if (sight.prefix, sight.name) in seen:
+                continue
+            seen.add((sight.prefix, sight.name))
+            components, flat = self.prefixes.get(sight.prefix), sight.prefix.endswith("_")
+            found = self.resolver.find(sight.name, components, flat=flat)
+            if found is not None:
+                return Sight(sight.prefix, sight.name, sight.stripped, found)
+            container = container or self.resolver.is_container(sight.name, components, flat=flat)
+            queue.extend(self.simpler(sight))
+        return Sight(sight.prefix, sight.name, sight.stripped, container=container)
+
+    def simpler(self, sight: Sight) -> Iterable[Sight]:
+        """The name with one thing less: a prefix, a wrapper, or signs left behind at the end."""
+        if not sight.prefix:
+            for text in sorted(self.prefixes, key=len, reverse=True):
+                if text and sight.name.startswith(text):
+                    yield Sight(text, sight.name[len(text) :], sight.stripped)
+        for wrapper in WRAPPERS:
+            text = wrapper.replace(".", "_") if sight.prefix.endswith("_") else wrapper
+            if sight.name.startswith(text):
+                yield Sight(sight.prefix, sight.name[len(text) :], (*sight.stripped, wrapper))
+        bare = sight.name.rstrip("_.")
+        if bare and bare != sight.name:
+            yield Sight(sight.prefix, bare, (*sight.stripped, sight.name[len(bare) :]))
+
+
+@dataclass(frozen=True)
+class Case:
+    """How well one family explains a file: what each module was found to be, and the widths that speak for or against.
+
+    `beyond` counts the blocks behind the family's last one; `named` is whether the metadata names the family.
+    """
+
+    model: ModelSpec | None
+    sights: Mapping[str, Sight]
+    agreeing: tuple[str, ...] = ()
+    contradicting: tuple[str, ...] = ()
+    beyond: int = 0
+    named: bool = False
+
+    @cached_property
+    def resolved(self) -> int:
+        """How many module names are modules of the family."""
+        return sum(sight.found is not None for sight in self.sights.values())
+
+    @cached_property
+    def coverage(self) -> float:
+        """The share of the family's names, in the components that the file touches, that the file has."""
+        used = {sight.found.entry.name: sight.found.entry for sight in self.sights.values() if sight.found is not None}
+        if self.model is None or not used:
+            return 0.0
+        touched = {entry.component.name: entry for entry in used.values()}
+        return len(used) / sum(len(entry.component.places or entry.component.sites) for entry in touched.values())
+
+    @property
+    def strength(self) -> tuple[int, int, int, int]:
+        """What decides between families, the weightiest first."""
+        return self.resolved, -len(self.contradicting), -self.beyond, len(self.agreeing)
+
+
+def case_for(model: ModelSpec, groups: Sequence[Group], metadata: Mapping[str, str]) -> Case:
+    """How well a family explains the modules of a file."""
+    eyes = Eyes(Resolver.of_model(model))
+    sights = {group.module: eyes.see(group.module) for group in groups}
+    agreeing: list[str] = []
+    contradicting: list[str] = []
+    beyond: set[str] = set()
+    for group in groups:
+        found = sights[group.module].found
+        if found is None:
+            continue
+        beyond |= blocks_beyond(found, model.adapters)
+        said, wanted = inputs_of(group), hallmark_of(found, model.adapters)
+        if said is not None and wanted is not None:
+            text = f"{found.landing.sites[0]} has {said} inputs, {wanted} in {model.title}"
+            (agreeing if said == wanted else contradicting).append(text)
+    named = named_family(metadata, [model]) is not None
+    return Case(model, sights, tuple(agreeing), tuple(contradicting), len(beyond), named)
+
+
+def case_of_modules(resolver: Resolver, groups: Sequence[Group]) -> Case:
+    """What the modules of a file are among those of a user's own model."""
+    eyes = Eyes(resolver)
+    return Case(None, {group.module: eyes.see(group.module) for group in groups})
+
+
+def identify(
+    groups: Sequence[Group], metadata: Mapping[str, str], models: Sequence[ModelSpec], model: ModelSpec | None = None
+) -> tuple[Case, list[Finding]]:
+    """The case for the family that explains a file best, or for the `model` that was named, and what speaks against.
+
+    Raises AdapterError (ADAPTER-OTHER-FAMILY) where another family explains the file and the named one does not.
+    """
+    known = [*models, *([model] if model is not None and all(one.name != model.name for one in models) else [])]
+    cases = [case_for(one, groups, metadata) for one in known]
+    best = max(cases, key=lambda case: (case.strength, case.named, case.coverage))
+    findings: list[Finding] = []
+    if model is not None:
+        own = next(case for case in cases if case.model is not None and case.model.name == model.name)
+        if best.strength > own.strength and not best.contradicting and (best.agreeing or best.resolved > own.resolved):
+            raise other_family(own, best)
+        return own, findings
+    if best.resolved == 0:
+        return Case(None, best.sights), findings
+    rivals = [case.model.title for case in cases if case.model and case.strength == best.strength and case is not best]
+    if rivals and not best.named:
+        message = f"it fits {title_of(best)} and {', '.join(rivals)} alike; it is read as of the first"
+        findings.append(Finding(Level.NOTE, "ADAPTER-FAMILY-TIE", title_of(best), message, {"rivals": rivals}))
+    if best.contradicting:
+        message = f"it fits {title_of(best)} by its names, but not by its widths: {best.contradicting[0]}"
+        evidence: dict[str, object] = {"modules": len(best.contradicting), "first": list(best.contradicting[:3])}
+        findings.append(Finding(Level.WARNING, "ADAPTER-WIDTHS", title_of(best), message, evidence, "Name the model."))
+    said = named_family(metadata, known)
+    if said is not None and best.model is not None and said.name != best.model.name:
+        message = f"the metadata says {said.title}, the tensors are of {best.model.title}: the tensors are believed"
+        evidence = {"metadata": said.name, "tensors": best.model.name, "agreeing": list(best.agreeing[:3])}
+        findings.append(Finding(Level.WARNING, "ADAPTER-FAMILY-METADATA", said.name, message, evidence))
+    return best, findings
+
+
+def title_of(case: Case) -> str:
+    """The family's name for people."""
+    return case.model.title if case.model is not None else "the model"
+
+
+def other_family(own: Case, best: Case) -> AdapterError:
+    """The error for an adapter of another family than the model."""
+    return AdapterError(
+        f"this is an adapter of {title_of(best)}; the model is {title_of(own)}",
+        code="ADAPTER-OTHER-FAMILY",
+        subject=title_of(best),
+        evidence={
+            "modules": len(own.sights),
+            f"known to {title_of(best)}": best.resolved,
+            f"known to {title_of(own)}": own.resolved,
+            "widths": list((best.agreeing + own.contradicting)[:4]),
+        },
+        remedy=f"Use it with {title_of(best)}, or take an adapter that was made for {title_of(own)}.",
+    )
+
+
+def hallmark_of(found: Found, sites: AdapterSites) -> int | None:
+    """How many inputs the family's weight has there, where that is one of its hallmarks."""
+    for hallmark in sites.hallmarks:
+        if hallmark.component == found.landing.component and match(found.landing.sites[0], hallmark.site) is not None:
+            return hallmark.inputs
+    return None
+
+
+def blocks_beyond(found: Found, sites: AdapterSites) -> set[str]:
+    """The blocks that a module lies in, of which the family has fewer."""
+    beyond: set[str] = set()
+    for template, depth in sites.depths.items():
+        block = ".".join(found.landing.sites[0].split(".")[: template.count(".") + 1])
+        numbers = match(block, template)
+        if numbers and any(int(number) >= depth for number in numbers.values()):
+            beyond.add(block)
+    return beyond
+
+
+def named_family(metadata: Mapping[str, str], models: Iterable[ModelSpec]) -> ModelSpec | None:
+    """The family that the metadata names, in kohya's words or in those of modelspec."""
+    version = metadata.get("ss_base_model_version", "")
+    architecture = metadata.get("modelspec.architecture", "").partition("/")[0]
+    for model in models:
+        sites = model.adapters
+        if version in sites.base_model_versions or (
+            architecture and architecture == sites.architecture.partition("/")[0]
+        ):
+            return model
+    return None
+
+
+def spelling_for(case: Case, groups: Sequence[Group], metadata: Mapping[str, str]) -> tuple[Spelling | None, int]:
+    """The spelling that most modules of a file are in, and how many are; the first of SPELLINGS among equals."""
+    votes: Counter[str] = Counter()
+    for group in groups:
+        sight = case.sights[group.module]
+        votes.update(spelling.name for spelling in SPELLINGS if is_spelled(group, sight, spelling, metadata))
+    best = max(SPELLINGS, key=lambda spelling: votes[spelling.name])
+    if best.name == "comfy" and best.name in votes and software_of(metadata) == "ai-toolkit":
+        best = next(spelling for spelling in SPELLINGS if spelling.software == "ai-toolkit")
+    return (best, votes[best.name]) if votes[best.name] else (None, 0)
+
+
+def is_spelled(group: Group, sight: Sight, spelling: Spelling, metadata: Mapping[str, str]) -> bool:
+    """Whether a module of a file is written as a spelling writes."""
+    if spelling.software and spelling.software != software_of(metadata):
+        return False
+    if not all(set(member.suffix.dialects) & set(spelling.dialects) for member in group.members.values()):
+        return False
+    if sight.found is None:
+        return any(sight.prefix in spelling.texts(component) for component in GENERIC)
+    entry = sight.found.entry
+    if sight.prefix not in spelling.texts(entry.component):
+        return False
+    return spelling.names == "kohya" or entry.common or entry.native == (spelling.names == "original")
+
+
+def software_of(metadata: Mapping[str, str]) -> str:
+    """The program that says in the metadata that it wrote the file; '' where none does."""
+    table, _ = stated_table(metadata, "software")
+    return str((table or {}).get("name", ""))

@@ -1,0 +1,362 @@
+"""Reading an adapter file, in whatever spelling: what it is, what each of its tensors does, and what is doubtful.
+
+Keys are divided into modules and roles, the modules found in the tables of the families, the family and the spelling
+told by evidence. Then each module becomes an adapter by its conventions, gets its scale, and is divided where the
+original model keeps several weights as one. A module that cannot be read fails alone; nothing is dropped unsaid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from finitune.adapters import algorithm_of
+from finitune.adapters.core import AdapterSet, Shape, SiteAdapter
+from finitune.errors import AdapterError
+from finitune.files.tensorfile import TensorFile
+from finitune.models import MODELS
+from finitune.models.spec import ModelSpec
+from finitune.namings.assemble import (
+    algorithm_in,
+    assemble,
+    baked,
+    constrained,
+    glora_order,
+    lacking,
+    one_number,
+    with_magnitude,
+)
+from finitune.namings.core import Answers, Fate, Landing, LedgerLine, Reading
+from finitune.namings.divide import divide
+from finitune.namings.evidence import Case, Sight, case_of_modules, identify, software_of, spelling_for, title_of
+from finitune.namings.fuse import same
+from finitune.namings.groups import Gathered, Group, gather
+from finitune.namings.notes import Notes, Whole, candidates, note_scales, note_split_training
+from finitune.namings.oldest import is_oldest, rename
+from finitune.namings.resolve import Found, Resolver
+from finitune.namings.scales import configs_of, meant_alpha, state_scale
+from finitune.namings.shelf import Shelf, outlined
+from finitune.report import Level
+
+KNOWN_PRODUCERS = {"ai-toolkit": "ai-toolkit", "bfl-control": "Black Forest Labs"}
+"""Spellings whose producer is known to train with alpha = rank, though PEFT's suffixes leave the scale open."""
+
+
+def read_adapter(
+    file: TensorFile,
+    model: ModelSpec | None = None,
+    *,
+    shapes: Mapping[str, Shape] | None = None,
+    resolver: Resolver | None = None,
+    answers: Answers | None = None,
+    weight_of: Callable[[str], Tensor | None] | None = None,
+) -> Reading:
+    """An adapter file, read.
+
+    `model` is the family where it is known, `resolver` the modules of a user's own model instead; `shapes` are the
+    model's weights by component and site, which adapters are then checked against; `answers` decide what the file
+    leaves open; `weight_of` reads the model's weight at a site (any float dtype, None where there is none), which a
+    T-LoRA cannot be read without. Tensors keep the dtype of the file, and differences as large as the model are read
+    when asked for.
+
+    Raises AdapterError where the file is no adapter or one of another family. What is wrong with single modules is in
+    the findings, at level error.
+    """
+    return Reader(file, shapes or {}, answers or Answers(), weight_of).read(model, resolver)
+
+
+class Reader:
+    """One reading of one file."""
+
+    def __init__(
+        self,
+        file: TensorFile,
+        shapes: Mapping[str, Shape],
+        answers: Answers,
+        weight_of: Callable[[str], Tensor | None] | None,
+    ):
+        self.file, self.shapes, self.answers, self.weight_of = file, shapes, answers, weight_of
+        self.shelf = Shelf(file)
+        self.notes = Notes()
+        self.ledger: dict[str, LedgerLine] = {}
+        self.sites: dict[str, SiteAdapter] = {}
+        self.wholes: list[Whole] = []
+        self.sources: Counter[str] = Counter()
+        self.unstated: set[str] = set()
+        self.configs, self.config_findings = configs_of(file.path, file.metadata)
+        self.order = ""
+        self.control = False
+
+    def read(self, model: ModelSpec | None, resolver: Resolver | None) -> Reading:
+        """The whole file; see `read_adapter`."""
+        metadata = self.file.metadata
+        renamed = rename(self.file.shapes, metadata) if any(map(is_oldest, self.file)) else {}
+        gathered = gather(self.file.shapes, renamed)
+        demand_adapter(self.file, gathered)
+        if resolver is None:
+            case, found = identify(gathered.groups, metadata, MODELS, model)
+        else:
+            case, found = case_of_modules(resolver, gathered.groups), []
+        spelling, spelled = spelling_for(case, gathered.groups, metadata)
+        name = spelling.name if spelling is not None else ""
+        self.control = name == "bfl-control"
+        self.order = glora_order(
+            ((g, self.known_shape(case.sights[g.module].found)) for g in gathered.groups), self.answers
+        )
+        for group in gathered.groups:
+            self.take(group, case.sights[group.module])
+        self.account_for_the_rest(gathered)
+        split_scale = note_split_training(self.wholes, self.notes)
+        split_scale = {site: count for site, count in split_scale.items() if site in self.sites}
+        self.note_names(case, gathered, name, spelled)
+        producer = KNOWN_PRODUCERS.get(name, "") or KNOWN_PRODUCERS.get(software_of(metadata), "")
+        found += self.config_findings + note_scales(self.sources, self.unstated, metadata, producer)
+        embeddings = {key: self.shelf.read(key) for key in gathered.embeddings}
+        for key in self.file:
+            if key not in self.shelf.looked_at:
+                self.shelf.read(key)
+        return Reading(
+            AdapterSet(self.sites, embeddings),
+            name,
+            case.model,
+            tuple(self.ledger[key] for key in self.file),
+            tuple(found + self.notes.findings() + self.shelf.findings),
+            dict(metadata),
+            split_scale,
+        )
+
+    def known_shape(self, found: Found | None) -> Shape | None:
+        """The shape of the model's weight where a module of the file lands, if it is one weight and known."""
+        sites = found.landing.sites if found is not None else ()
+        return self.shapes.get(f"{found.landing.component}.{sites[0]}") if found and len(sites) == 1 else None
+
+    def take(self, group: Group, sight: Sight) -> None:
+        """Read one module; account for each of its tensors."""
+        if group.roles == {"alpha"}:
+            why = "alpha without an adapter"
+            self.notes.add(Level.WARNING, "ADAPTER-ORPHAN-ALPHA", group.module, f"{why}: nothing is scaled by it", {})
+            self.write(group.keys, "explained", why=why)
+        elif sight.found is None:
+            self.write(
+                group.keys, "unmatched", why="a container, not a module" if sight.container else "no such module"
+            )
+        else:
+            try:
+                self.adapt(group, sight, sight.found)
+            except AdapterError as error:
+                self.notes.fail(group.module, for_inpainting(error))
+                self.write(group.keys, "explained", why=error.message)
+
+    def adapt(self, group: Group, sight: Sight, found: Found) -> None:
+        """Make a module's adapter, with its scale, and put its parts where they land; raises AdapterError."""
+        landing, known = found.landing, self.known_shape(found)
+        config = self.configs.get(landing.component) or self.configs.get("")
+        weight = group.members.get("weight")
+        if weight is not None and "bfl" in weight.suffix.dialects and found.entry.place.weight != ".scale":
+            raise lacking(group, "it is a whole weight, as models have, and no change of one")
+        alpha = group.members.get("alpha")
+        stated = None if alpha is None else one_number(self.shelf.read(alpha.key), "alpha")
+        name, unused = algorithm_in(group), ""
+        if name == "tlora":
+            adapter = self.on_its_weight(group, landing, stated)
+        else:
+            adapter = assemble(group, self.shelf, self.order, known, config)
+        adapter = with_magnitude(adapter, group, self.shelf, self.answers)
+        if adapter.algorithm in ("oft", "boft"):
+            adapter = self.turned_within(adapter, group, sight, stated)
+        elif name != "tlora":
+            scaled = state_scale(adapter, stated, config, [sight.name, *landing.sites], self.answers)
+            adapter, unused = scaled.adapter, scaled.unused
+            if not unused:
+                self.count_scale(scaled.source, group)
+            if stated is not None and unused and adapter.algorithm == "lokr":
+                self.note_full_lokr(group, stated)
+            self.note_rank(group, adapter, config and config.rank([sight.name, *landing.sites]))
+        if self.control and adapter.algorithm == "lora" and wider(adapter, known):
+            adapter = replace(adapter, options={**adapter.options, "reshape": True})
+        parts = divide(adapter, landing, self.shapes)
+        for site, part in parts.items():
+            key = f"{landing.component}.{site}"
+            algorithm_of(part.algorithm).check(outlined(part), self.shapes.get(key))
+        self.put(group, landing.component, parts, unused)
+        if name == adapter.algorithm == "lora":
+            self.wholes.append(Whole(group.module, landing, adapter))
+
+    def on_its_weight(self, group: Group, landing: Landing, stated: float | None) -> SiteAdapter:
+        """A T-LoRA as the LoRA that it is on the model's weight, scale included; raises AdapterError without that."""
+        base = self.base_of(landing)
+        rank = (group.shape("q_layer") or (1,))[0]
+        alpha = None if stated is None or base is None else meant_alpha(stated, rank, self.answers)
+        adapter = baked(group, self.shelf, alpha, base)
+        self.count_scale("" if stated is None else "alpha tensors", group)
+        message = (
+            "a T-LoRA was turned into a LoRA of twice its rank, taking it that training began at the largest singular "
+            "values of the model's weight: files do not say which (sig_type), and LyCORIS reads all of them so"
+        )
+        evidence = {"selection": "principal", "weight": None if base is None else str(base.dtype)}
+        remedy = "If it draws noise, it began elsewhere: export it as a plain LoRA with the program that trained it."
+        self.notes.add(Level.NOTE, "ADAPTER-TLORA-PRINCIPAL", group.module, message, evidence, remedy)
+        return adapter
+
+    def base_of(self, landing: Landing) -> Tensor | None:
+        """The model's weight as the file's module has it, all of its parts; None where it is not at hand."""
+        found = [self.weight_of(f"{landing.component}.{site}") for site in landing.sites] if self.weight_of else []
+        weights = [weight for weight in found if weight is not None]
+        if len(weights) < len(landing.sites) or len({weight.shape[1:] for weight in weights}) > 1:
+            return None
+        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return torch.cat(whole.chunk(2)[::-1]) if landing.swapped else whole
+
+    def count_scale(self, source: str, group: Group) -> None:
+        """Count a module by the place that stated its scale, "" for none."""
+        self.sources[source] += 1
+        if not source:
+            self.unstated |= group.dialects()
+
+    def turned_within(self, adapter: SiteAdapter, group: Group, sight: Sight, alpha: float | None) -> SiteAdapter:
+        """A rotation with the constraint that its alpha is; raises AdapterError for one that is no bound."""
+        kohya = sight.prefix.startswith("oft_")
+        if alpha is not None and not (math.isfinite(alpha) and alpha >= 0):
+            raise AdapterError(
+                f"alpha, the constraint of a rotation, is {alpha:g}",
+                code="ADAPTER-ALPHA",
+                evidence={"alpha": str(alpha)},
+                remedy="Export the adapter again, with alpha in fp32.",
+            )
+        if kohya and alpha == 0:
+            message = (
+                "alpha is 0: in kohya's program such an OFT turns nothing; here it is read as without a constraint"
+            )
+            self.notes.add(Level.WARNING, "ADAPTER-OFT-ALPHA", group.module, message, {"alpha": 0.0})
+        return constrained(adapter, None if group.roles & {"rotation"} else alpha, kohya=kohya)
+
+    def note_full_lokr(self, group: Group, alpha: float) -> None:
+        """Say that alpha is left out where both factors of a LoKr are full, and what it might have meant."""
+        evidence = {"alpha": alpha, "scale": 1.0, **candidates(self.file.metadata, alpha)}
+        doubtful = evidence.get("candidate scale", 1.0) != 1.0
+        message = (
+            "both factors of these LoKr are full: there is no rank that alpha could be divided by, so the scale is 1"
+        )
+        remedy = "If it draws far too strongly, it was trained with the candidate scale: use that as strength."
+        level = Level.WARNING if doubtful else Level.NOTE
+        self.notes.add(level, "ADAPTER-LOKR-ALPHA", group.module, message, evidence, remedy if doubtful else "")
+
+    def note_rank(self, group: Group, adapter: SiteAdapter, stated: float | None) -> None:
+        """Warn where a configuration states another rank than the tensors have, which are believed."""
+        rank = algorithm_of(adapter.algorithm).rank(adapter)
+        if stated is not None and rank is not None and stated != rank:
+            message = f"the configuration says rank {stated:g}, the tensors have {rank}: the tensors are believed"
+            self.notes.add(Level.WARNING, "ADAPTER-RANK", group.module, message, {"stated": stated, "rank": rank})
+
+    def put(self, group: Group, component: str, parts: Mapping[str, SiteAdapter], unused: str) -> None:
+        """Enter a module's adapters by site; raises AdapterError where another module of the file is there already."""
+        keyed = {f"{component}.{site}": part for site, part in parts.items()}
+        taken = [key for key in keyed if key in self.sites]
+        if taken and all(key in self.sites and alike(self.sites[key], part) for key, part in keyed.items()):
+            return self.write(group.keys, "explained", why=f"the same as what {taken[0]} has already")
+        if taken:
+            raise AdapterError(
+                f"two modules of the file are {taken[0]}, and differ",
+                code="ADAPTER-DUPLICATE",
+                subject=taken[0],
+                evidence={"sites": taken},
+                remedy="The file holds the module twice, fused and in parts: remove one of them.",
+            )
+        self.sites.update(keyed)
+        self.write(group.keys, "applied", site=", ".join(keyed))
+        for role, member in group.members.items():
+            explained = unused if role == "alpha" else ""
+            self.ledger[member.key] = LedgerLine(
+                member.key, "explained" if explained else "applied", ", ".join(keyed), role, explained
+            )
+        return None
+
+    def write(self, keys: list[str], fate: Fate, *, site: str = "", why: str = "") -> None:
+        """Account for some keys."""
+        self.ledger.update({key: LedgerLine(key, fate, site, "", why) for key in keys})
+
+    def account_for_the_rest(self, gathered: Gathered) -> None:
+        """Account for the keys that are of no module."""
+        self.write(list(gathered.embeddings), "explained", why="a learned token embedding, kept")
+        for key, why in gathered.explained.items():
+            self.write([key], "explained", why=why)
+        self.write(list(gathered.unknown), "unmatched", why="no suffix of any adapter")
+        for key in gathered.unknown:
+            message = "tensors whose names end as no adapter's do"
+            self.notes.add(Level.ERROR, "ADAPTER-UNKNOWN-KEYS", key, message, {})
+
+    def note_names(self, case: Case, gathered: Gathered, spelling: str, spelled: int) -> None:
+        """Say which modules are unknown, component by component, what was stripped, and whether spellings are mixed."""
+        behind = Counter(case.sights[group.module].prefix for group in gathered.groups)
+        lost = [group.module for group in gathered.groups if {self.ledger[key].why for key in group.keys} & NOT_FOUND]
+        missing = Counter(case.sights[module].prefix for module in lost)
+        for module in lost:
+            prefix = case.sights[module].prefix
+            message = (
+                f"{missing[prefix]} of {behind[prefix]} modules {behind_prefix(prefix)} are none of {title_of(case)}"
+            )
+            remedy = "Name the model that it was made for, or its own modules."
+            code = "ADAPTER-CONTAINER" if case.sights[module].container else "ADAPTER-UNMATCHED"
+            self.notes.add(Level.ERROR, code, module, message, {}, remedy)
+        for group in gathered.groups:
+            sight = case.sights[group.module]
+            if sight.found is not None and sight.stripped:
+                message = f"wrappers were taken off: {', '.join(sight.stripped)}"
+                self.notes.add(Level.NOTE, "ADAPTER-WRAPPED", group.module, message, {})
+        if spelling and spelled < len(gathered.groups) - len(lost):
+            message = f"{spelled} of {len(gathered.groups)} modules are spelled as {spelling}, others otherwise"
+            self.notes.add(Level.NOTE, "ADAPTER-MIXED-SPELLING", spelling, message, {})
+
+
+NOT_FOUND = {"a container, not a module", "no such module"}
+
+
+def behind_prefix(prefix: str) -> str:
+    """Words for where modules stand in a file."""
+    return f"behind {prefix!r}" if prefix else "without a known prefix"
+
+
+def wider(adapter: SiteAdapter, known: Shape | None) -> bool:
+    """Whether a control adapter's weight may have more inputs than the model's: yes where that is unknown."""
+    return known is None or adapter.tensors["down"].shape[1] > known[1]
+
+
+def alike(one: SiteAdapter, other: SiteAdapter) -> bool:
+    """Whether two adapters are the same to the bit."""
+    if replace(one, tensors={}, magnitude=None) != replace(other, tensors={}, magnitude=None):
+        return False
+    first: dict[str, Tensor] = {**one.tensors, **({"": one.magnitude.tensor} if one.magnitude else {})}
+    second: dict[str, Tensor] = {**other.tensors, **({"": other.magnitude.tensor} if other.magnitude else {})}
+    return first.keys() == second.keys() and all(same(first[role], second[role]) for role in first)
+
+
+def for_inpainting(error: AdapterError) -> AdapterError:
+    """The same error; where a convolution of 4 inputs meets one of 9, or the reverse, with what that means."""
+    shapes = [error.evidence.get(which) for which in ("adapter", "model")]
+    if error.code == "ADAPTER-DOES-NOT-FIT" and all(isinstance(s, list) and len(s) == 4 for s in shapes):
+        inputs = [s[1] for s in shapes if isinstance(s, list)]
+        if sorted(inputs) == [4, 9]:
+            kinds = {4: "a plain model", 9: "an inpainting model (latents, mask and masked latents: 9 inputs)"}
+            error.remedy = f"The adapter was made for {kinds[inputs[0]]}, this is {kinds[inputs[1]]}: take the other."
+    return error
+
+
+def demand_adapter(file: TensorFile, gathered: Gathered) -> None:
+    """Raise AdapterError for a file that holds no adapter at all, and say where it is a model."""
+    if any(group.roles - {"weight", "alpha"} or "on_input" in group.roles for group in gathered.groups):
+        return
+    if gathered.embeddings and not gathered.groups:
+        return
+    weights = sum("weight" in group.roles for group in gathered.groups)
+    raise AdapterError(
+        f"{file.path} is no adapter: " + ("it holds whole weights, as a model does" if weights else "no key is of one"),
+        code="ADAPTER-NONE",
+        subject=str(file.path),
+        evidence={"tensors": len(file), "whole weights": weights, "first": list(file)[:3]},
+        remedy="Give an adapter file (LoRA, LyCORIS). For a model, use the model's option instead.",
+    )

@@ -1,0 +1,88 @@
+"""Pictures with adapters that were trained on pico-anima: attached, merged first, and refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from PIL import Image
+
+from finitune.files.tensorfile import TensorFile
+from finitune.files.writer import save_tensors
+from finitune.generation.picture import read_metadata
+from finitune.journeys import generate
+from finitune.models.anima.load import load_folder
+from finitune.models.pico import folder
+from finitune.numerics.compare import psnr_db
+from tests.trained import saved, trained_adapter
+
+STEPS = 4
+ALGORITHMS = ("lora", "loha", "lokr")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """One file for each algorithm, trained for a few steps."""
+    place, parts = tmp_path_factory.mktemp("adapters"), load_folder(folder())
+    return {name: saved(trained_adapter(parts, name), place / f"{name}.safetensors") for name in ALGORITHMS}
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def drawn(out, **options):
+    report = generate.run(generate.Request(model="pico-anima", steps=STEPS, out=out, **options))
+    assert report.exit_code == 0, report.findings
+    pixels = torch.frombuffer(bytearray(Image.open(out).tobytes()), dtype=torch.uint8)
+    return report, pixels.float()
+
+
+def codes(report):
+    return {finding.code for finding in report.findings}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_attached_and_merged_first_draw_the_same_picture(name, files, tmp_path):
+    file = str(files[name])
+    _, plain = drawn(tmp_path / "plain.png", precision="fp32")
+    _, attached = drawn(tmp_path / "attached.png", precision="fp32", adapter=(file,))
+    _, merged = drawn(tmp_path / "merged.png", precision="fp32", adapter=(file,), merge_first=True)
+    assert psnr_db(attached, plain, 255.0) < 35, "the adapter changes the picture"
+    assert psnr_db(merged, attached, 255.0) > 50
+
+
+def test_a_planned_picture_with_an_adapter_is_certified_again(files, tmp_path):
+    _, reference = drawn(tmp_path / "fp32.png", precision="fp32", adapter=(str(files["lora"]),))
+    report, planned = drawn(tmp_path / "half.png", precision="planned-half", adapter=(f"{files['lora']}:1.0",))
+    assert codes(report) & {"PLAN-CERTIFIED-AGAIN", "PLAN-REMADE"}
+    assert report.figures["adapted_step_rel_l2"] < report.figures["adapted_bf16_step_rel_l2"] / 2
+    assert report.figures["adapted_headroom_bits"] >= 1
+    assert psnr_db(planned, reference, 255.0) > 40
+    metadata = read_metadata(tmp_path / "half.png")
+    fingerprint = TensorFile(files["lora"]).fingerprint()
+    assert metadata["adapters"] == [{"file": "lora.safetensors", "strength": 1.0, "fingerprint": fingerprint}]
+
+
+def test_strength_0_is_the_model_itself_and_two_halves_are_a_whole(files, tmp_path):
+    file = files["lora"]
+    _, plain = drawn(tmp_path / "plain.png", precision="fp32")
+    _, silent = drawn(tmp_path / "silent.png", precision="fp32", adapter=(f"{file}:0",))
+    assert torch.equal(plain, silent)
+    _, whole = drawn(tmp_path / "whole.png", precision="fp32", adapter=(str(file),))
+    _, halves = drawn(tmp_path / "halves.png", precision="fp32", adapter=(f"{file}:0.5", f"{file}:0.5"))
+    assert psnr_db(halves, whole, 255.0) > 60
+
+
+def test_a_bad_adapter_is_refused_before_anything_is_drawn(files, tmp_path):
+    file = TensorFile(files["lora"])
+    tensors = dict(file.tensors())
+    key = next(key for key in tensors if key.endswith("lora_up.weight"))
+    tensors[key][0, 0] = float("nan")
+    save_tensors(tmp_path / "bad.safetensors", tensors, file.metadata)
+    report = generate.run(
+        generate.Request(model="pico-anima", steps=STEPS, adapter=("bad.safetensors",), out=tmp_path / "x.png")
+    )
+    assert report.exit_code == 1 and {"ADAPTER-NONFINITE", "ADAPTER-REFUSED"} <= codes(report)
+    assert not (tmp_path / "x.png").exists()
+    assert any(finding.subject == key for finding in report.findings)
