@@ -179,7 +179,6 @@ def test_mrg_03_a_model_of_ones_own_takes_adapters_of_its_modules(tmp_path: Path
     assert merged(base, file, out=tmp_path / "o.safetensors").ok
 
 
-@pytest.mark.xfail(strict=True, reason="the metadata is compared with the tensors only where no model is given")
 def test_mrg_03_metadata_of_another_family_is_not_believed_and_told(tmp_path: Path):
     texts = {"ss_base_model_version": "sdxl_base_v1-0"}
     file = saved(tmp_path / "a.safetensors", scaled(CROSS, 640, 768, 4, alpha=2.0), texts)
@@ -279,9 +278,6 @@ def test_mrg_07_what_is_left_of_a_weak_change_is_counted(tmp_path: Path, dtype: 
         assert said.level is Level.WARNING and "--dtype" in said.remedy and "--keep-precise" in said.remedy
 
 
-@pytest.mark.xfail(
-    strict=True, reason="survival is a projection: 0.997 where the change is off by 20 %, 1.95 where doubled"
-)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mrg_07_the_error_of_the_effective_change_is_reported(tmp_path: Path, dtype: torch.dtype):
     base, adapter, change = weak(tmp_path, dtype)

@@ -16,6 +16,7 @@ from finitune.errors import FileError
 
 HEADER_LIMIT_BYTES = 100_000_000
 LENGTH_BYTES = 8
+BLANKS = b" \t\r\n"
 PEEK_BYTES = 1024
 
 CONVERSION = """A pickle can run any program when it is opened, so it is not opened here. Convert it once, safely:
@@ -102,14 +103,16 @@ def begins_as_safetensors(start: bytes) -> bool:
     if len(start) <= LENGTH_BYTES:
         return False
     (length,) = struct.unpack("<Q", start[:LENGTH_BYTES])
-    return 2 <= length <= HEADER_LIMIT_BYTES and start[LENGTH_BYTES : LENGTH_BYTES + 1] == b"{"
+    return 2 <= length <= HEADER_LIMIT_BYTES and start[LENGTH_BYTES:].lstrip(BLANKS)[:1] == b"{"
 
 
 def explain(path: Path, start: bytes, size: int) -> FileError:
     """The error for a file that does not begin as safetensors: what it is instead, and the way out."""
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     if text.startswith(b"version https://git-lfs.github.com/spec"):
-        return _refusal("FILE-LFS-POINTER", path, "is a git-LFS pointer", size, **lfs_facts(start))
+        facts = lfs_facts(start)
+        what = "is a git-LFS pointer" + (f" to {facts['promised_bytes']} bytes" if "promised_bytes" in facts else "")
+        return _refusal("FILE-LFS-POINTER", path, what, size, **facts)
     if text.startswith((b"<!doctype html", b"<html", b"<?xml", b"<head")):
         return _refusal("FILE-HTML", path, "is a web page", size)
     if start.startswith(b"GGUF"):
@@ -117,7 +120,10 @@ def explain(path: Path, start: bytes, size: int) -> FileError:
     if start.startswith(b"PK\x03\x04") and not holds_pickle(path):
         return _refusal("FILE-ARCHIVE", path, "is a zip archive", size)
     if start.startswith(b"PK\x03\x04") or (start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05"):
-        remedy = CONVERSION.format(source=path.name, target=path.with_suffix(".safetensors").name)
+        target = path.with_suffix(".safetensors").name
+        remedy = CONVERSION.format(
+            source=path.name, target=target if target != path.name else f"{path.stem}-new.safetensors"
+        )
         return FileError(
             f"{path} is a pickle (.pt, .ckpt, .bin), not a safetensors file",
             code="FILE-PICKLE",
@@ -133,6 +139,15 @@ def explain(path: Path, start: bytes, size: int) -> FileError:
 
 def _explain_length(path: Path, start: bytes, size: int) -> FileError:
     """The error for bytes that could only be a damaged safetensors file, or nothing known."""
+    if size == LENGTH_BYTES and (header := int.from_bytes(start, "little")) <= HEADER_LIMIT_BYTES:
+        expected = LENGTH_BYTES + header
+        return FileError(
+            f"{path} is cut off behind its length field: {size} of at least {expected} bytes",
+            code="FILE-TRUNCATED",
+            subject=str(path),
+            evidence={"size_bytes": size, "expected_bytes": expected},
+            remedy="Download or export the file again.",
+        )
     if size <= LENGTH_BYTES:
         return FileError(
             f"{path} is cut off after {size} bytes, inside its length field",
@@ -148,17 +163,30 @@ def _explain_length(path: Path, start: bytes, size: int) -> FileError:
             code="FILE-HEADER-TOO-LONG",
             subject=str(path),
             evidence={"header_bytes": length, "limit_bytes": HEADER_LIMIT_BYTES, "size_bytes": size},
-            remedy="The first eight bytes are damaged. Download the file again.",
+            remedy="The first eight bytes are damaged. Download the file again."
+            if LENGTH_BYTES + length > size
+            else "No reader takes a header of more than 100 MB: its texts (metadata) must be made shorter.",
+        )
+    if start[LENGTH_BYTES:].startswith(b"\xef\xbb\xbf{"):
+        return FileError(
+            f"the header of {path} is wrong: a byte order mark stands before it",
+            code="FILE-HEADER",
+            subject=str(path),
+            evidence={"size_bytes": size},
+            remedy="It was edited as text. Download or export the file again.",
         )
     return _refusal("FILE-UNKNOWN", path, "is of an unknown kind", size, starts_with=start[:8].hex(" "))
 
 
 def lfs_facts(start: bytes) -> dict[str, object]:
-    """The size in bytes that a git-LFS pointer promises, where it says so."""
+    """The size in bytes and the SHA-256 that a git-LFS pointer promises, where it says so."""
+    facts: dict[str, object] = {}
     for line in start.decode(errors="replace").splitlines():
         if line.startswith("size ") and line[5:].isdigit():
-            return {"promised_bytes": int(line[5:])}
-    return {}
+            facts["promised_bytes"] = int(line[5:])
+        elif line.startswith("oid sha256:"):
+            facts["sha256"] = line.removeprefix("oid sha256:")
+    return facts
 
 
 def holds_pickle(path: Path) -> bool:

@@ -188,9 +188,12 @@ def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         if LENGTH_BYTES + length > size:
             raise truncated(path, size, LENGTH_BYTES + length)
         header = parse_object(path, stream.read(length), "FILE-HEADER")
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict):
         raise bad_header(path, "its metadata is not a table of texts")
+    for key, value in metadata.items():
+        if not isinstance(value, str):
+            raise bad_header(path, f"the metadata's {key!r} is {json.dumps(value)[:40]}, and no text")
     start = LENGTH_BYTES + length
     entries = {name: parse_entry(path, name, fields, start) for name, fields in header.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].size_bytes)))
@@ -204,7 +207,13 @@ def parse_entry(path: Path, name: str, fields: object, start: int) -> TensorEntr
         raise bad_header(path, f"{name!r} is not a table")
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if dtype not in DTYPES:
-        raise bad_header(path, f"{name!r} has the unknown dtype {dtype!r}", known=", ".join(DTYPES))
+        raise FileError(
+            f"the header of {path} is wrong: {name!r} has the unknown dtype {dtype!r}",
+            code="FILE-HEADER",
+            subject=str(path),
+            evidence={"known": ", ".join(DTYPES)},
+            remedy="It is quantised, or of a newer kind than this program knows. Take the file in fp16, bf16 or fp32.",
+        )
     if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2:
         raise bad_header(path, f"{name!r} has shape {shape!r} and offsets {offsets!r}")
     begin, end = offsets
@@ -224,14 +233,16 @@ def check_layout(path: Path, entries: Mapping[str, TensorEntry], start: int, siz
             raise bad_header(path, f"{entry.begin - end} bytes before {name!r} belong to no tensor")
         end = entry.begin + entry.size_bytes
     if end > size:
-        raise truncated(path, size, end)
+        first = next(name for name, entry in entries.items() if entry.begin + entry.size_bytes > size)
+        raise truncated(path, size, end, first)
     if end < size:
         raise FileError(
             f"{path} has {size - end} bytes behind its last tensor",
             code="FILE-TRAILING-BYTES",
             subject=str(path),
             evidence={"size_bytes": size, "expected_bytes": end},
-            remedy="It was written over a longer file, or damaged in a transfer. Download or export it again.",
+            remedy="It was written over a longer file, or damaged in a transfer. Download or export it again; or copy "
+            f"its first {end} bytes, which are whole: head -c {end} FILE > COPY",
         )
 
 
@@ -281,13 +292,14 @@ def is_counts(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
-def truncated(path: Path, size: int, expected: int) -> FileError:
-    """The error for a file that ends before its tensors do."""
+def truncated(path: Path, size: int, expected: int, tensor: str = "") -> FileError:
+    """The error for a file that ends before its tensors do; `tensor` is the first that is not whole."""
+    where = f" ({100 * size // expected} %); the first tensor that is not whole is {tensor!r}" if tensor else ""
     return FileError(
-        f"{path} is cut off: {size} of {expected} bytes",
+        f"{path} is cut off: {size} of {expected} bytes{where}",
         code="FILE-TRUNCATED",
         subject=str(path),
-        evidence={"size_bytes": size, "expected_bytes": expected},
+        evidence={"size_bytes": size, "expected_bytes": expected, **({"tensor": tensor} if tensor else {})},
         remedy="The download or the copy stopped early. Fetch the file again.",
     )
 

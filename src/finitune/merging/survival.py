@@ -31,6 +31,8 @@ class Survival:
     changed: int
     subnormal: int
     kept: float
+    error: float = 0.0
+    """|stored change - change| / |change|."""
 
     @property
     def changed_share(self) -> float:
@@ -50,9 +52,13 @@ def survival(before: Tensor, after: Tensor, rounded: Tensor) -> Survival:
     small = stored.abs() < torch.finfo(rounded.dtype).tiny
     subnormal = int(small.sum()) - (stored.numel() - int(stored.count_nonzero()))
     change, moved = (after - before).view(-1), (stored - before).view(-1)
+    if not bool(before.isfinite().all()):  # what the base itself holds is told elsewhere
+        finite = before.view(-1).isfinite()
+        change, moved = change[finite], moved[finite]
     wanted = float(torch.dot(change, change))
     kept = float(torch.dot(moved, change)) / wanted if wanted else 1.0
-    return Survival(before.numel(), int(moved.count_nonzero()), subnormal, kept)
+    error = float((moved - change).norm()) / math.sqrt(wanted) if wanted else 0.0
+    return Survival(before.numel(), int(moved.count_nonzero()), subnormal, kept, error)
 
 
 def report_survival(report: Report, found: dict[str, Survival], remedy: str) -> None:
@@ -63,6 +69,7 @@ def report_survival(report: Report, found: dict[str, Survival], remedy: str) -> 
     sampled = sum(one.sampled for one in found.values())
     report.figures["survival_min"] = min(kept.values())
     report.figures["survival_median"] = median(kept.values())
+    report.figures["delta_error_max"] = max(one.error for one in found.values())
     report.figures["changed_share"] = sum(one.changed for one in found.values()) / max(1, sampled)
     report.figures["subnormal_share"] = sum(one.subnormal for one in found.values()) / max(1, sampled)
     faint = sorted((share, key) for key, share in kept.items() if not share >= FAINT)

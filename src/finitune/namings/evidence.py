@@ -163,7 +163,7 @@ def identify(
         own = next(case for case in cases if case.model is not None and case.model.name == model.name)
         if best.strength > own.strength and not best.contradicting and (best.agreeing or best.resolved > own.resolved):
             raise other_family(own, best)
-        return own, findings
+        return own, findings + metadata_findings(own, metadata, known)
     if best.resolved == 0:
         return Case(None, best.sights), findings
     rivals = [case.model.title for case in cases if case.model and case.strength == best.strength and case is not best]
@@ -174,12 +174,17 @@ def identify(
         message = f"it fits {title_of(best)} by its names, but not by its widths: {best.contradicting[0]}"
         evidence: dict[str, object] = {"modules": len(best.contradicting), "first": list(best.contradicting[:3])}
         findings.append(Finding(Level.WARNING, "ADAPTER-WIDTHS", title_of(best), message, evidence, "Name the model."))
+    return best, findings + metadata_findings(best, metadata, known)
+
+
+def metadata_findings(case: Case, metadata: Mapping[str, str], known: Sequence[ModelSpec]) -> list[Finding]:
+    """A warning where the metadata names another family than that of the tensors."""
     said = named_family(metadata, known)
-    if said is not None and best.model is not None and said.name != best.model.name:
-        message = f"the metadata says {said.title}, the tensors are of {best.model.title}: the tensors are believed"
-        evidence = {"metadata": said.name, "tensors": best.model.name, "agreeing": list(best.agreeing[:3])}
-        findings.append(Finding(Level.WARNING, "ADAPTER-FAMILY-METADATA", said.name, message, evidence))
-    return best, findings
+    if said is None or case.model is None or said.name == case.model.name:
+        return []
+    message = f"the metadata says {said.title}, the tensors are of {case.model.title}: the tensors are believed"
+    evidence = {"metadata": said.name, "tensors": case.model.name, "agreeing": list(case.agreeing[:3])}
+    return [Finding(Level.WARNING, "ADAPTER-FAMILY-METADATA", said.name, message, evidence)]
 
 
 def title_of(case: Case) -> str:
