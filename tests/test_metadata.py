@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from io import BytesIO
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -13,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finitune.adapters.core import AdapterSet, SiteAdapter
-from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
 from finitune.models import MODELS
-from finitune.namings.hashes import kohya_hashes, library_order
+from finitune.namings.hashes import kohya_hashes
 from finitune.namings.metadata import (
     RECEIPT,
     TEXT_LIMIT_BYTES,
@@ -81,14 +81,21 @@ def test_the_legacy_hash_reads_the_second_mebibyte():
     assert hashes["sshs_legacy_hash"] != kohya_hashes(tensors, {"ss_tag_frequency": "x" * 4000})["sshs_legacy_hash"]
 
 
-def test_our_files_have_the_library_order(tmp_path):
+def test_our_files_have_the_library_s_bytes(tmp_path):
     """So that a program which hashes the file's tensor region finds the hash in the metadata."""
-    tensors = {"z.up": torch.ones(3, 2).half(), "a.up": torch.ones(2, 2).half(), "m.alpha": torch.tensor(4.0)}
-    save_tensors(tmp_path / "x.safetensors", tensors, {})
-    assert list(TensorFile(tmp_path / "x.safetensors")) == library_order(tensors)
-    content = (tmp_path / "x.safetensors").read_bytes()
-    region = content[8 + int.from_bytes(content[:8], "little") :]
-    assert hashlib.sha256(region).hexdigest() == kohya_hashes(tensors, {})["sshs_model_hash"]
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool)
+    tensors = {f"{n}.{dtype}": torch.ones(n + 1, 2).to(dtype) for n in range(2) for dtype in dtypes}
+    save_tensors(tmp_path / "ours.safetensors", tensors, {})
+    safetensors.torch.save_file(tensors, tmp_path / "theirs.safetensors")
+    ours, theirs = (region_of(tmp_path / f"{name}.safetensors") for name in ("ours", "theirs"))
+    assert ours == theirs
+    assert hashlib.sha256(ours).hexdigest() == kohya_hashes(tensors, {})["sshs_model_hash"]
+
+
+def region_of(path: Path) -> bytes:
+    """A file's bytes behind its header."""
+    content = path.read_bytes()
+    return content[8 + int.from_bytes(content[:8], "little") :]
 
 
 def test_stale_hashes_are_replaced():

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALIGNMENT_BYTES = 8
+RANKS = (
+    *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"),
+    *("I16", "U16", "F16", "BF16"),
+    *("I32", "U32", "F32"),
+    *("F64", "I64", "U64"),
+)
+"""The dtypes as the safetensors library ranks them; the last comes first in its files."""
+
 ABANDONED_SECONDS = 3600
 
 
@@ -162,8 +170,7 @@ def save_stream(
 
     `entries` promises the dtype and shape of each name; raises ValueError where `tensor_of` breaks the promise.
     """
-    # Wide elements first, so that each tensor begins at a multiple of its element size.
-    names = sorted(entries, key=lambda name: (-entries[name][0].itemsize, name))
+    names = library_order({name: dtype for name, (dtype, _) in entries.items()})
     header = encode_header({name: entries[name] for name in names}, metadata)
 
     def write(temporary: Path) -> None:
@@ -176,6 +183,14 @@ def save_stream(
                 stream.write(content_of(tensor))
 
     write_atomically(path, write)
+
+
+def library_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
+    """Tensor names in the order in which the safetensors library writes them: by dtype, wide ones first; then by name.
+
+    Each tensor so begins at a multiple of its element size, and hashes of the bytes are those of other programs.
+    """
+    return sorted(dtypes, key=lambda name: (-RANKS.index(dtype_name(dtypes[name])), name))
 
 
 def encode_header(

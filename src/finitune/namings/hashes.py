@@ -12,25 +12,17 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from finitune.files.tensorfile import TensorFile, content_of, dtype_name
-from finitune.files.writer import encode_header
+from finitune.files.tensorfile import TensorFile, content_of
+from finitune.files.writer import encode_header, library_order
 
 LEGACY_BEGIN, LEGACY_END = 0x100000, 0x110000
 LEGACY_DIGITS = 8
 PIECE_BYTES = 1 << 20
 
-ORDER: tuple[str, ...] = (
-    *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"),
-    *("I16", "U16", "F16", "BF16"),
-    *("I32", "U32", "F32"),
-    *("F64", "I64", "U64"),
-)
-"""The dtypes as the safetensors library ranks them; the last comes first in its files."""
-
 
 def kohya_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
     """`sshs_model_hash` (64 hex digits) and `sshs_legacy_hash` (8), for tensors and the metadata to go with them."""
-    names = library_order(tensors)
+    names = library_order({name: tensor.dtype for name, tensor in tensors.items()})
     texts = {key: text for key, text in metadata.items() if key.startswith("ss_")}
     header = encode_header({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}, texts)
     whole, window, position = hashlib.sha256(), hashlib.sha256(), 0
@@ -40,11 +32,6 @@ def kohya_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
         window.update(chunk[max(LEGACY_BEGIN - position, 0) : max(LEGACY_END - position, 0)])
         position += len(chunk)
     return {"sshs_model_hash": whole.hexdigest(), "sshs_legacy_hash": window.hexdigest()[:LEGACY_DIGITS]}
-
-
-def library_order(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Tensor names in the order in which the safetensors library writes them: by dtype, then by name."""
-    return sorted(tensors, key=lambda name: (-ORDER.index(dtype_name(tensors[name].dtype)), name))
 
 
 def chunks(header: bytes, tensors: Mapping[str, Tensor], names: list[str]) -> Iterator[bytes | memoryview]:
