@@ -9,7 +9,7 @@ from PIL import Image
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
 from finitune.generation.picture import read_metadata
-from finitune.journeys import generate
+from finitune.journeys import generate, merge
 from finitune.models.anima.load import load_folder
 from finitune.models.pico import folder
 from finitune.numerics.compare import psnr_db
@@ -31,8 +31,8 @@ def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def drawn(out, **options):
-    report = generate.run(generate.Request(model="pico-anima", steps=STEPS, out=out, **options))
+def drawn(out, model="pico-anima", **options):
+    report = generate.run(generate.Request(model=model, steps=STEPS, out=out, **options))
     assert report.exit_code == 0, report.findings
     pixels = torch.frombuffer(bytearray(Image.open(out).tobytes()), dtype=torch.uint8)
     return report, pixels.float()
@@ -50,6 +50,20 @@ def test_attached_and_merged_first_draw_the_same_picture(name, files, tmp_path):
     _, merged = drawn(tmp_path / "merged.png", precision="fp32", adapter=(file,), merge_first=True)
     assert psnr_db(attached, plain, 255.0) < 35, "the adapter changes the picture"
     assert psnr_db(merged, attached, 255.0) > 50
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_merged_model_draws_what_the_attached_adapter_does(name, files, tmp_path):
+    _, attached = drawn(tmp_path / "attached.png", precision="fp32", adapter=(str(files[name]),))
+    psnr = {}
+    for dtype in ("fp16", "bf16"):
+        out = tmp_path / dtype
+        report = merge.run(merge.Request(model="pico-anima", adapters=(str(files[name]),), out=out, dtype=dtype))
+        assert report.exit_code == 0, report.findings
+        assert report.figures["readback_mismatches"] == 0 and report.figures["unmatched"] == 0
+        _, merged = drawn(tmp_path / f"{dtype}.png", model=str(out), size="64x64", precision="fp32")
+        psnr[dtype] = psnr_db(merged, attached, 255.0)
+    assert psnr["fp16"] > 40 and psnr["fp16"] > psnr["bf16"], psnr
 
 
 def test_a_planned_picture_with_an_adapter_is_certified_again(files, tmp_path):
