@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Algorithm, Shape, SiteAdapter, Target, does_not_fit, shapes_of, wrong_shapes
-from finitune.adapters.oft import turned
+from finitune.adapters.core import Shape, SiteAdapter, Target, shapes_of, wrong_shapes
+from finitune.adapters.oft import OFT, turned
 from finitune.adapters.rotation import block_size, demand_rescale, generators, turn, with_rescale
 
 
-class BOFT(Algorithm):
+class BOFT(OFT):
     """`blocks` (m, n, b, b), raw: Q = B - B^T, b even and n a multiple of 2**(m-1); `rescale` (out[, 1...]).
 
     Option: `constraint`, the largest norm of Q over all blocks and stages, absolute, 0 for none.
@@ -23,9 +23,7 @@ class BOFT(Algorithm):
 
     name = "boft"
     title = "BOFT"
-    additive = False
-    required = frozenset({"blocks"})
-    optional = frozenset({"rescale"})
+    settings = ("constraint",)
 
     def shape(self, adapter: SiteAdapter) -> Shape | None:
         blocks = shapes_of(adapter)["blocks"]
@@ -33,11 +31,6 @@ class BOFT(Algorithm):
             raise wrong_shapes(self, adapter, f"blocks {list(blocks)} are not m stages of a butterfly")
         demand_rescale(self, adapter, turned(adapter))
         return None
-
-    def check(self, adapter: SiteAdapter, shape: Shape | None = None) -> None:
-        super().check(adapter, shape)
-        if shape is not None and turned(adapter) != shape[0]:
-            raise does_not_fit(f"{self.title} blocks turn outputs of", (turned(adapter),), shape[:1])
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
         """All stages over blocks of the option `block_size`, or of the largest even size up to the rank.
@@ -48,11 +41,7 @@ class BOFT(Algorithm):
         sizes = [out >> k for k in range(out.bit_length()) if out % 2 ** (k + 1) == 0]
         size = block_size(self, target, out, sorted(sizes), target.rank)
         count = out // size
-        tensors = {"blocks": torch.zeros(count.bit_length(), count, size, size)}
-        if target.options.get("rescaled"):
-            tensors["rescale"] = torch.ones(out, *[1] * (len(target.shape) - 1))
-        kept = {name: target.options[name] for name in ("constraint",) if name in target.options}
-        return SiteAdapter(self.name, tensors, options=kept)
+        return self.unturned(target, torch.zeros(count.bit_length(), count, size, size))
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
         steps = turn(generators(adapter, base.dtype))

@@ -8,6 +8,7 @@ Strength is ours, W + m * (W(1) - W): LyCORIS leaves `rescale` at full strength 
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class OFT(Algorithm):
     additive = False
     required = frozenset({"blocks"})
     optional = frozenset({"rescale"})
+    settings: ClassVar[tuple[str, ...]] = ("constraint", "rotates_bias")
 
     def shape(self, adapter: SiteAdapter) -> Shape | None:
         blocks = shapes_of(adapter)["blocks"]
@@ -47,10 +49,14 @@ class OFT(Algorithm):
         """
         out = target.shape[0]
         size = block_size(self, target, out, divisors(out), min(target.rank, math.isqrt(out)))
-        tensors = {"blocks": torch.zeros(out // size, size, size)}
+        return self.unturned(target, torch.zeros(out // size, size, size))
+
+    def unturned(self, target: Target, blocks: Tensor) -> SiteAdapter:
+        """An adapter of such `blocks`, with the rescaling and the options that were asked for."""
+        tensors = {"blocks": blocks}
         if target.options.get("rescaled"):
-            tensors["rescale"] = torch.ones(out, *[1] * (len(target.shape) - 1))
-        kept = {name: target.options[name] for name in ("constraint", "rotates_bias") if name in target.options}
+            tensors["rescale"] = torch.ones(target.shape[0], *[1] * (len(target.shape) - 1))
+        kept = {name: target.options[name] for name in self.settings if name in target.options}
         return SiteAdapter(self.name, tensors, options=kept)
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from finitune.adapters.core import AdapterSet
 from finitune.errors import AdapterError, UsageError, did_you_mean
 from finitune.models.spec import ModelSpec
 from finitune.namings.metadata import block_maps_applied
+from finitune.report import Finding, Level
 
 
 def renumbered(adapter: AdapterSet, family: ModelSpec, name: str, metadata: Mapping[str, str]) -> AdapterSet:
@@ -36,6 +37,38 @@ def renumbered(adapter: AdapterSet, family: ModelSpec, name: str, metadata: Mapp
     template, numbers = maps[name]
     sites = {moved(site, template, numbers): one for site, one in adapter.sites.items()}
     return AdapterSet(sites, adapter.embeddings)
+
+
+def doubtful_blocks(
+    sites: Iterable[str], model: Iterable[str], family: ModelSpec, metadata: Mapping[str, str]
+) -> list[Finding]:
+    """A warning where an adapter ends with the last block of a smaller variant, and `model` is the larger one.
+
+    Both are given by component and module. Nothing is warned of where the file's receipt says that the map was
+    applied.
+    """
+    sites, model = list(sites), list(model)
+    found: list[Finding] = []
+    for name, (template, numbers) in family.adapters.block_maps.items():
+        last, last_of_model = last_block(sites, template), last_block(model, template)
+        if last != max(numbers) or last_of_model != max(numbers.values()) or name in block_maps_applied(metadata):
+            continue
+        message = (
+            f"the adapter ends with block {last} and the model with block {last_of_model}: it may be of the smaller "
+            "model, whose blocks are numbered otherwise"
+        )
+        remedy = f'If it is: finitune convert FILE --to kohya --blocks "{name}".'
+        evidence: dict[str, object] = {"last_block": last, "last_block_of_model": last_of_model}
+        found.append(Finding(Level.WARNING, "ADAPTER-BLOCKS", template, message, evidence, remedy))
+    return found
+
+
+def last_block(sites: Iterable[str], template: str) -> int:
+    """The largest block number among sites (component and module), -1 without any."""
+    head, _, _ = template.partition("{i}")
+    inside = (site.partition(".")[2] for site in sites)
+    numbers = (name[len(head) :].partition(".")[0] for name in inside if name.startswith(head))
+    return max((int(number) for number in numbers if number.isdigit()), default=-1)
 
 
 def moved(site: str, template: str, numbers: Mapping[int, int]) -> str:
