@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from finitune.cli.options import Doubts, Dtype, Flag, Job, Out
+from finitune.cli.options import Cut, Doubts, Dtype, Flag, Job, Out
 
 
 def check(file: Path, doubts: Doubts = Doubts(), *, model: str | None = None) -> Job:
@@ -92,16 +92,13 @@ class Merging:
     """Write shards of at most so many bytes."""
     map: Path | None = None
     """A TOML file that names the keys of an odd checkpoint."""
-    rank: int | None = None
-    """The largest rank of the sum, where MODEL is an adapter; the sum of the ranks if left out."""
-    energy: float | None = None
-    """The share of each layer's squared change to keep, where MODEL is an adapter."""
 
 
 def merge(
     model: str,
     *adapters: Annotated[str, Parameter(name="ADAPTER", required=True)],
     merging: Merging,
+    cut: Cut = Cut(),
     doubts: Doubts = Doubts(),
 ) -> Job:
     """Merge adapters into a model, or into one another, rounding once, and check what was written.
@@ -109,13 +106,15 @@ def merge(
     Parameters
     ----------
     model
-        `pico-anima`, a file, the index of a sharded one, or a folder; or an adapter, to which the others are added.
+        `pico-anima`, a file, the index of a sharded one, or a folder; or an adapter, to which the others are added,
+        cut to `--rank` or `--energy` if asked.
     adapters
         Adapter files, as FILE or FILE:STRENGTH.
     """
     from finitune.journeys import merge as journey
 
-    return partial(journey.run, journey.Request(model=model, adapters=adapters, **vars(merging), **vars(doubts)))
+    options = {**vars(merging), **vars(cut), **vars(doubts)}
+    return partial(journey.run, journey.Request(model=model, adapters=adapters, **options))
 
 
 @Parameter(name="*")
@@ -123,10 +122,6 @@ def merge(
 class Extraction:
     """What to extract."""
 
-    rank: int | None = None
-    """The largest rank of a layer."""
-    energy: float | None = None
-    """The share of each layer's squared change to keep, as 0.99."""
     out: Out = None
     """The file to write."""
     to: Literal["kohya", "comfy", "diffusers"] = "kohya"
@@ -141,7 +136,7 @@ class Extraction:
     """Store whole what no LoRA can hold (embeddings and the like)."""
 
 
-def extract(base: Path, tuned: Path, extraction: Extraction = Extraction()) -> Job:
+def extract(base: Path, tuned: Path, cut: Cut = Cut(), extraction: Extraction = Extraction()) -> Job:
     """Write what a tuned model has learned over its base as a LoRA, with the error of each layer.
 
     Parameters
@@ -153,7 +148,7 @@ def extract(base: Path, tuned: Path, extraction: Extraction = Extraction()) -> J
     """
     from finitune.journeys import extract as journey
 
-    return partial(journey.run, journey.Request(base=base, tuned=tuned, **vars(extraction)))
+    return partial(journey.run, journey.Request(base=base, tuned=tuned, **vars(cut), **vars(extraction)))
 
 
 @Parameter(name="*")
@@ -161,10 +156,6 @@ def extract(base: Path, tuned: Path, extraction: Extraction = Extraction()) -> J
 class Resizing:
     """How small to make it."""
 
-    rank: int | None = None
-    """The largest rank of a layer."""
-    energy: float | None = None
-    """The share of each layer's squared change to keep, as 0.99."""
     out: Out = None
     """The file to write."""
     dtype: Dtype | None = None
@@ -173,7 +164,7 @@ class Resizing:
     """Leave tensors out that have no place."""
 
 
-def resize(file: Path, resizing: Resizing = Resizing(), doubts: Doubts = Doubts()) -> Job:
+def resize(file: Path, cut: Cut = Cut(), resizing: Resizing = Resizing(), doubts: Doubts = Doubts()) -> Job:
     """Write a LoRA of a smaller rank, with the true error of each layer.
 
     Parameters
@@ -183,4 +174,4 @@ def resize(file: Path, resizing: Resizing = Resizing(), doubts: Doubts = Doubts(
     """
     from finitune.journeys import resize as journey
 
-    return partial(journey.run, journey.Request(file=file, **vars(resizing), **vars(doubts)))
+    return partial(journey.run, journey.Request(file=file, **vars(cut), **vars(resizing), **vars(doubts)))

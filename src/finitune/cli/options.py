@@ -58,6 +58,17 @@ class Picture:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How much of a LoRA to keep; with both, the smaller rank wins."""
+
+    rank: int | None = None
+    """The largest rank of a layer."""
+    energy: float | None = None
+    """The share of each layer's squared change to keep, as 0.99."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class Doubts:
     """What an adapter file may leave open."""
 
