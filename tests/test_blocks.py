@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from finitune.adapters import AdapterSet, SiteAdapter
+from finitune.files.writer import save_tensors
+from finitune.journeys.convert import Request, run
+from finitune.merging.adapterfile import Model, read_for
 from finitune.models import MODELS
 from finitune.namings.blocks import doubtful_blocks
 from finitune.namings.metadata import RECEIPT, Receipt
+from finitune.namings.write import write_adapter
 
 ANIMA = next(model for model in MODELS if model.name == "anima")
 
@@ -28,3 +34,17 @@ def test_only_an_adapter_that_ends_where_the_smaller_model_does_is_doubtful(adap
 def test_a_file_that_was_renumbered_is_believed():
     receipt = Receipt("convert", block_maps=("28 to 40",)).text()
     assert not doubtful_blocks(blocks(28), blocks(40), ANIMA, {RECEIPT: receipt})
+
+
+def test_whoever_names_the_larger_model_is_asked(tmp_path):
+    adapter = AdapterSet({site: SiteAdapter("lora", {"up": torch.ones(4, 1), "down": torch.ones(1, 4)}, 1.0)
+                          for site in blocks(28)[:-1]})  # fmt: skip
+    written = write_adapter(adapter, ANIMA, "kohya")
+    save_tensors(tmp_path / "small.safetensors", written.tensors, written.metadata)
+    larger = Model(ANIMA, dict.fromkeys(blocks(40), (4, 4)))
+    assert "ADAPTER-BLOCKS" in [finding.code for finding in read_for(tmp_path / "small.safetensors", larger).findings]
+    request = Request(
+        file=tmp_path / "small.safetensors", to="kohya", blocks="28 to 40", out=tmp_path / "large.safetensors"
+    )
+    assert run(request).ok
+    assert not [f for f in read_for(tmp_path / "large.safetensors", larger).findings if f.code == "ADAPTER-BLOCKS"]

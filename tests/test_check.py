@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from finitune.adapters import AdapterSet, SiteAdapter
+from finitune.adapters import AdapterSet, Magnitude, SiteAdapter
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
 from finitune.journeys import check
@@ -58,7 +59,9 @@ def test_a_good_file_is_named_and_says_where_it_loads(tmp_path: Path):
     assert report.figures["algorithms"] == {"lora": 3} and report.figures["alphas"] == [3.0]
     tables = {table.title: table for table in report.tables}
     assert {row[0]: row[1] for row in tables["where it will load"].rows}["ComfyUI"] == "yes"
+    assert {row[0]: row[1] for row in tables["where it will load"].rows} == report.figures["loads"]
     ((component, adapted, of_model),) = tables["components"].rows
+    assert report.figures["components"] == {"transformer": {"sites": 3, "of": int(of_model)}}
     assert (component, adapted) == ("transformer", "3") and int(of_model) > 60
     assert dict(tables["what it says of itself"].rows)["modelspec.prediction_type"] == "flow"
 
@@ -117,7 +120,7 @@ def test_a_model_is_scanned_tensor_by_tensor(tmp_path: Path):
     report = checked(tmp_path / "m.safetensors")
     assert report.exit_code == 1 and {"MODEL-NONFINITE", "WEIGHTS-BEYOND-FP16"} <= codes(report)
     (broken,) = [finding for finding in report.findings if finding.code == "MODEL-NONFINITE"]
-    assert broken.subject == "patch_embed.proj.weight" and broken.evidence == {"nan": 1, "inf": 0}
+    assert broken.subject == "patch_embed.proj.weight" and broken.evidence == {"nan": 1, "inf": 0, "first": [0, 0]}
 
 
 def test_what_is_not_there_or_not_a_tensor_file(tmp_path: Path):
@@ -125,6 +128,28 @@ def test_what_is_not_there_or_not_a_tensor_file(tmp_path: Path):
     (tmp_path / "page.safetensors").write_text("<html>not found</html>")
     report = checked(tmp_path / "page.safetensors")
     assert report.exit_code == 1 and not report.figures
+
+
+@pytest.mark.parametrize(("side", "told"), [("out", "one per output"), ("in", "one per input")])
+def test_the_convention_of_dora_is_told(tmp_path: Path, side, told: str):
+    sites = {
+        f"transformer.transformer_blocks.{n}.attn1.to_q": replace(
+            lora(192, 192), magnitude=Magnitude(torch.ones(192), side) if n else None
+        )
+        for n in range(3)
+    }
+    report = checked(anima_file(tmp_path / "x.safetensors", AdapterSet(sites)))
+    assert report.figures["dora"] == [{"side": side, "norm_of": "adapted", "sites": 2}]
+    (table,) = (table for table in report.tables if table.title == "DoRA")
+    assert table.rows == ((told, "of the adapted weight", "2"),)
+    assert report.figures["components"] == {"transformer": {"sites": 3, "of": None}}
+
+
+@pytest.mark.parametrize("name", ["x.safetensors", "x.v1.safetensors", "x.ckpt", "x.safetensors.bak", "x"])
+def test_a_name_that_misleads_is_noted(tmp_path: Path, name: str):
+    adapter = AdapterSet({"transformer.transformer_blocks.0.attn1.to_q": lora(192, 192)})
+    report = checked(anima_file(tmp_path / name, adapter))
+    assert report.ok and ("FILE-NAME-MISLEADS" in codes(report)) is (not name.endswith(".safetensors"))
 
 
 def test_the_report_is_json(tmp_path: Path):

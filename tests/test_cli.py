@@ -21,9 +21,9 @@ from finitune.report import Level, Report
 
 MODEL = {"model", "qwen3", "vae", "tokenizers", "device"}
 PICTURE = {"prompt", "negative", "steps", "cfg", "seed", "size"}
-DOUBTS = {"dora_side", "glora_order", "zero_alpha"}
+DOUBTS = {"dora_side", "glora_order", "zero_alpha", "scale"}
 OPTIONS = {
-    "generate": MODEL | PICTURE | {"precision", "plan", "out", "adapter", "merge_first"},
+    "generate": MODEL | PICTURE | DOUBTS | {"precision", "plan", "out", "adapter", "merge_first"},
     "diagnose": MODEL | PICTURE | {"precision", "out"},
     "plan": MODEL | {"out", "headroom_bits", "prompts", "steps", "seed", "size"},
     "check": DOUBTS | {"file", "model"},
@@ -32,7 +32,7 @@ OPTIONS = {
     | {"allow_lossy", "allow_unmatched", "fix_split_scale"},
     "merge": DOUBTS
     | {"model", "adapters", "out", "dtype", "rounding", "allow_unmatched", "dry_run", "keep_precise", "seed"}
-    | {"shard_size", "map", "rank", "energy"},
+    | {"shard_size", "map", "rank", "energy", "min_survival"},
     "extract": {"base", "tuned", "rank", "energy", "out", "to", "dtype", "include", "min_change", "full"},
     "resize": DOUBTS | {"file", "rank", "energy", "out", "dtype", "allow_unmatched"},
     "demo": {"out", "steps"},
@@ -98,7 +98,8 @@ def test_options_reach_the_request(journey: Callable[..., list[Any]], capsys: py
     requests = journey("generate", lambda: Report("generate"))
     line = (
         "generate dit.safetensors --qwen3 q --vae v --tokenizers t --device cpu --prompt=fox --negative bad --steps 4 "
-        "--cfg 1.5 --seed 7 --size 64x32 --precision bf16 --plan p --adapter a:0.5 --adapter b --merge-first -o o"
+        "--cfg 1.5 --seed 7 --size 64x32 --precision bf16 --plan p "
+        "--adapter a:0.5 --adapter b --merge-first --scale 1 -o o"
     )
     assert main(line.split()) == 0
     (request,) = requests
@@ -118,6 +119,10 @@ def test_options_reach_the_request(journey: Callable[..., list[Any]], capsys: py
         "plan": Path("p"),
         "adapter": ("a:0.5", "b"),
         "merge_first": True,
+        "dora_side": None,
+        "glora_order": None,
+        "zero_alpha": None,
+        "scale": 1.0,
         "out": Path("o"),
     }
     assert capsys.readouterr().out.startswith("OK  generate: nothing to report")

@@ -271,7 +271,7 @@ def test_files_are_added_up(tmp_path: Path):
     assert report.ok, report.findings
     (note,) = [finding for finding in report.findings if finding.code == "MERGE-SVD"]
     assert note.message == "1 of its 2 layers needed an SVD" and note.subject == str(files[1])
-    assert (report.figures["sites"], report.figures["sites_svd"], report.figures["read_back_error"]) == (2, 1, 0.0)
+    assert (report.figures["sites"], report.figures["sites_svd"], report.figures["max_delta_error"]) == (2, 1, 0.0)
     back = read_adapter(TensorFile(out))
     assert not back.unmatched and back.spelling == "kohya" and set(back.adapter) == {QUERY, KEY}
     assert distance(back.adapter[QUERY], true_sum([(first[QUERY], 0.7), (second[QUERY], -0.4)], LINEAR)) <= 1e-6
@@ -299,7 +299,7 @@ def test_what_is_not_accounted_for_stops_the_merge(tmp_path: Path):
     out = tmp_path / "out.safetensors"
     with pytest.raises(AdapterError) as caught:
         add_up((good, 1.0), (tmp_path / "bad.safetensors", 1.0), out=out)
-    assert caught.value.code == "ADAPTER-INCOMPLETE" and not out.exists()
+    assert caught.value.code == "ADAPTER-REFUSED" and not out.exists()
     report = add_up((good, 1.0), (tmp_path / "bad.safetensors", 1.0), out=out, allow_unmatched=True)
     assert report.ok and Level.WARNING in {finding.level for finding in report.findings}
     assert distance(read_adapter(TensorFile(out)).adapter[QUERY], true_sum([(adapter, 2.0)], LINEAR)) <= 1e-6

@@ -71,3 +71,5 @@ def test_a_scale_that_was_split_is_mended_only_when_asked_scl_03(to, tmp_path):
     again = convert(Path(report.artifacts["adapter"]), "comfy", fix_split_scale=True)
     (nothing,) = (finding for finding in again.findings if finding.code == "CONVERT-SPLIT-SCALE")
     assert again.ok and "nothing was multiplied" in nothing.message
+    kept = json.loads(TensorFile(again.artifacts["adapter"]).metadata["finitune"])
+    assert kept["alpha_times"] == dict.fromkeys(sorted(sites), 3), "what was done stays on record"

@@ -6,11 +6,12 @@ import pytest
 import torch
 from PIL import Image
 
+import finitune as ft
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
 from finitune.generation.picture import read_metadata
 from finitune.journeys import generate, merge
-from finitune.models.anima.load import load_folder
+from finitune.models.anima.load import load_folder, pipeline
 from finitune.models.pico import folder
 from finitune.numerics.compare import psnr_db
 from tests.trained import saved, trained_adapter
@@ -100,3 +101,19 @@ def test_a_bad_adapter_is_refused_before_anything_is_drawn(files, tmp_path):
     assert report.exit_code == 1 and {"ADAPTER-NONFINITE", "ADAPTER-REFUSED"} <= codes(report)
     assert not (tmp_path / "x.png").exists()
     assert any(finding.subject == key for finding in report.findings)
+
+
+def test_a_script_attaches_a_file_and_takes_it_off(files):
+    pipe = pipeline(load_folder(folder()))
+    modules, bits = dict(pipe.transformer.named_modules()), pipe.transformer.proj_out.weight.clone()
+
+    def drawn_by(pipe):
+        noise = torch.Generator().manual_seed(0)
+        state = pipe(prompt="red apple", num_inference_steps=2, width=64, height=64, generator=noise, output_type="pt")
+        return state.get("images").float()
+
+    plain = drawn_by(pipe)
+    with ft.attach(pipe, files["lora"], 0.5) as adapted:
+        assert not torch.allclose(drawn_by(adapted), plain, atol=1e-2)
+    assert dict(pipe.transformer.named_modules()) == modules and torch.equal(pipe.transformer.proj_out.weight, bits)
+    assert torch.equal(drawn_by(pipe), plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -64,6 +65,18 @@ def test_several_adapters_of_other_ranks_and_layers_are_one_sum(tmp_path, base, 
     assert all(same_bits(tensors[name], round_once(wanted[name], torch.bfloat16)) for name in tensors)
 
 
+def test_findings_name_the_file_that_they_are_about(tmp_path, base):
+    files = [write_lora(tmp_path / f"{name}.safetensors") for name in ("a", "b")]
+    report, _ = merged(base, *files)
+    stated = [f for f in report.findings if f.code == "ADAPTER-SCALE-SOURCE"]
+    assert [f.subject for f in stated] == [f.evidence["file"] for f in stated] == ["a.safetensors", "b.safetensors"]
+    spoilt = lora_tensors()
+    spoilt["lora_unet_blocks_0_mlp_layer1.lora_up.weight"][0, 0] = float("nan")
+    save_file(spoilt, tmp_path / "c.safetensors")
+    report = refused("ADAPTER-REFUSED", base, files[0], tmp_path / "c.safetensors", out=tmp_path / "new.safetensors")
+    assert finding(report, "ADAPTER-NONFINITE").evidence["file"] == "c.safetensors"
+
+
 def test_strength_zero_is_the_base_bit_for_bit(base, lora):
     report, tensors = merged(base, f"{lora}:0")
     assert finding(report, "MERGE-SILENT")
@@ -104,6 +117,21 @@ def test_weak_changes_are_named_and_can_be_kept(tmp_path, base):
     assert tensors["net.final_layer.linear.weight"].dtype == torch.bfloat16
 
 
+def test_how_much_must_survive_is_the_users_choice(base, lora):
+    report, _ = merged(base, lora)
+    kept = report.figures["survival_min"]
+    assert 0.9 < kept < 1 and not [f for f in report.findings if f.code == "MERGE-DELTA-LOST"]
+    report, tensors = merged(base, lora, min_survival=1.0)
+    lost = finding(report, "MERGE-DELTA-LOST")
+    assert lost.evidence["limit"] == 1.0 and "less than 100%" in lost.message
+    report, tensors = merged(base, lora, min_survival=1.0, keep_precise=True)
+    assert "less than 100%" in finding(report, "MERGE-KEPT-PRECISE").message
+    assert sum(tensor.dtype == torch.float32 for tensor in tensors.values()) == lost.evidence["tensors"]
+    for wrong in (0.0, -1.0, 1.5, float("nan")):
+        report = refused("MERGE-MIN-SURVIVAL", base, lora, min_survival=wrong)
+        assert report.exit_code == 2
+
+
 def test_a_dry_run_writes_nothing_and_foretells(base, lora):
     out = base.with_name("out.safetensors")
     report = run(Request(model=str(base), adapters=(str(lora),), out=out, dry_run=True))
@@ -112,7 +140,7 @@ def test_a_dry_run_writes_nothing_and_foretells(base, lora):
     for figure in ("tensors_adapted", "bytes", "survival_min", "changed_share"):
         assert report.figures[figure] == real.figures[figure]
     (table,) = report.tables
-    assert ("net.blocks.*.mlp.layer1.weight", "2", "LoRA", "1", "bfloat16 to bfloat16", "0.0 MB") in table.rows
+    assert ("net.blocks.*.mlp.layer1.weight", "2", "LoRA", "1", "bfloat16", "0.0 MB") in table.rows
     assert len(table.rows) == 5 and table.rows[-1][0] == "all others"
 
 
@@ -132,6 +160,11 @@ def test_fp8_with_a_scale_gets_a_new_scale(tmp_path, lora):
     assert same_bits(results[name], round_once(wanted / new.double(), torch.float8_e4m3fn))
     _, results = merged(base, lora, dtype="bf16")
     assert scale_key not in results and same_bits(results[name], round_once(wanted, torch.bfloat16))
+    broken = {**tensors, name: tensors[name].clone()}
+    broken[name].view(torch.uint8)[3, 4] = 0x7F  # a NaN
+    report, results = merged(write_base(tmp_path / "broken.safetensors", broken), lora)
+    assert finding(report, "MERGE-BASE-NONFINITE").evidence == {"numbers": 1, "tensors": 1, "first": [3, 4]}
+    assert int(results[name].float().isnan().sum()) == 1 and results[scale_key].isfinite().all()
     tensors[scale_key] = torch.ones(128, 1)
     refused("MERGE-FP8-SCALE", write_base(base, tensors), lora, out=tmp_path / "new.safetensors")
 
@@ -164,7 +197,8 @@ def test_a_folder_keeps_everything_else(tmp_path):
         tensors[f"{module}.lora_B.weight"] = 0.05 * torch.randn(shapes[name][0], 2)
     save_file(tensors, tmp_path / "a.safetensors")
     out = tmp_path / "out"
-    report = run(Request(model=str(pico_folder()), adapters=(str(tmp_path / "a.safetensors"),), out=out))
+    adapters = (str(tmp_path / "a.safetensors"),)
+    report = run(Request(model=str(pico_folder()), adapters=adapters, out=out, scale=1.0))
     assert report.ok, report.findings
     relative = {p.relative_to(pico_folder()) for p in pico_folder().rglob("*") if p.is_file()}
     assert {p.relative_to(out) for p in out.rglob("*") if p.is_file()} == relative
@@ -212,8 +246,8 @@ def test_a_wrong_size_or_family_is_told_in_one_sentence(tmp_path, base):
     tensors = lora_tensors()
     tensors["lora_unet_blocks_0_mlp_layer1.lora_down.weight"] = torch.ones(4, 48)
     save_file(tensors, tmp_path / "size.safetensors")
-    report = refused("ADAPTER-DOES-NOT-FIT", base, tmp_path / "size.safetensors")
-    assert "[128, 48]" in report.findings[-1].message and "[128, 32]" in report.findings[-1].message
+    said = finding(refused("ADAPTER-REFUSED", base, tmp_path / "size.safetensors"), "ADAPTER-DOES-NOT-FIT")
+    assert "[128, 48]" in said.message and "[128, 32]" in said.message
     module = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_k"
     other = {f"{module}.lora_down.weight": torch.ones(4, 768), f"{module}.lora_up.weight": torch.ones(320, 4)}
     save_file(other, tmp_path / "sd15.safetensors", {"ss_base_model_version": "anima"})
@@ -235,8 +269,8 @@ def test_inpainting_inputs_are_named(tmp_path):
         "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.lora_B.weight": torch.ones(320, 4),
     }
     save_file(lora, tmp_path / "lora.safetensors")
-    report = refused("ADAPTER-DOES-NOT-FIT", tmp_path / "unet.safetensors", tmp_path / "lora.safetensors")
-    assert any("inpainting" in f.remedy for f in report.findings)
+    report = refused("ADAPTER-REFUSED", tmp_path / "unet.safetensors", tmp_path / "lora.safetensors", scale=1.0)
+    assert "inpainting" in finding(report, "ADAPTER-DOES-NOT-FIT").remedy
 
 
 def test_a_bias_that_the_base_lacks_is_refused(tmp_path, base):
@@ -251,15 +285,46 @@ def test_adapters_that_are_not_finite_are_refused(tmp_path, base, value):
     tensors = lora_tensors()
     tensors["lora_unet_blocks_0_mlp_layer1.lora_up.weight"][3, 2] = value
     save_file(tensors, tmp_path / "nan.safetensors")
-    report = refused("ADAPTER-NONFINITE", base, tmp_path / "nan.safetensors", allow_unmatched=True)
-    assert any("mlp_layer1" in f.subject for f in report.findings)
+    report = refused("ADAPTER-REFUSED", base, tmp_path / "nan.safetensors", allow_unmatched=True)
+    assert "mlp_layer1" in finding(report, "ADAPTER-NONFINITE").subject
 
 
-def test_a_base_that_is_not_finite_is_told(tmp_path, lora):
+ADAPTED, COPIED = "net.blocks.0.mlp.layer1.weight", "net.final_layer.linear.weight"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("key", [ADAPTED, COPIED])
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+def test_a_base_that_is_not_finite_is_told_with_the_place(tmp_path, lora, key, value, dtype):
     tensors = base_tensors()
-    tensors["net.blocks.0.mlp.layer1.weight"][5, 5] = float("inf")
-    report, _ = merged(write_base(tmp_path / "base.safetensors", tensors), lora)
-    assert finding(report, "MERGE-BASE-NONFINITE").evidence["numbers"] == 1
+    tensors[key][5, 7] = tensors[key][9, 3] = value
+    report, written = merged(write_base(tmp_path / "base.safetensors", tensors), lora, dtype=dtype)
+    said = finding(report, "MERGE-BASE-NONFINITE")
+    assert said.level.value == "warning" and said.subject == key and f"{key}[5, 7]" in said.message
+    assert said.evidence == {"numbers": 2, "tensors": 1, "first": [5, 7]}
+    assert int((~written[key].isfinite()).sum()) == 2
+    assert report.figures.get("copied_scanned_share", 1.0) == 1.0 and report.figures["survival_min"] > 0.9
+
+
+def test_a_nan_in_a_part_that_is_copied_as_a_file_is_told(tmp_path):
+    shutil.copytree(pico_folder(), tmp_path / "model")
+    vae = tmp_path / "model" / "vae" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(vae)
+    name = next(name for name, tensor in tensors.items() if tensor.ndim == 5)
+    tensors[name].view(-1)[-1] = float("nan")
+    save_file(tensors, vae)
+    wide = TensorFile(tmp_path / "model" / "transformer" / vae.name).shapes["transformer_blocks.0.attn1.to_q.weight"]
+    lora = {
+        "lora_unet_blocks_0_self_attn_q_proj.lora_up.weight": torch.ones(wide[0], 2),
+        "lora_unet_blocks_0_self_attn_q_proj.lora_down.weight": torch.ones(2, wide[1]),
+    }
+    save_file(lora, tmp_path / "lora.safetensors")
+    out = tmp_path / "out"
+    report = run(Request(model=str(tmp_path / "model"), adapters=(str(tmp_path / "lora.safetensors"),), out=out))
+    said = finding(report, "MERGE-BASE-NONFINITE")
+    assert report.ok and said.subject == f"vae/{name}"
+    assert said.evidence["first"] == [size - 1 for size in tensors[name].shape]
+    assert (out / "vae" / vae.name).read_bytes() == vae.read_bytes()
 
 
 def test_overflow_leaves_nothing(tmp_path, base):

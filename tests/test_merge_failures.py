@@ -51,7 +51,8 @@ from finitune.merging import work
 from finitune.journeys.merge import Request, run
 whole = work.merge_rows
 def slowly(*arguments):
-    print("writing", flush=True)
+    sys.stdout.write("writing\\n")  # at once, for there is more than one thread
+    sys.stdout.flush()
     time.sleep(60)
     return whole(*arguments)
 work.merge_rows = slowly

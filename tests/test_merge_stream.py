@@ -18,7 +18,7 @@ from finitune.merging import stream
 from finitune.merging import survival as survival_module
 from finitune.merging.recipe import Change, LowRank, Part, RowByRow, Stacked, Whole, matrix_shape, recipe_for
 from finitune.merging.rounding import ROUNDINGS, Compensated, Nearest, Stochastic, rounding_of
-from finitune.merging.stream import in_lanes, read_whole, reserve
+from finitune.merging.stream import in_lanes, is_finite, read_whole, reserve
 from finitune.merging.survival import SAMPLE, sampled_rows, survival
 from finitune.merging.work import Job, Manner, copy_or_merge, survey
 from finitune.numerics.narrow import round_once
@@ -255,3 +255,52 @@ def test_a_source_that_shrinks_is_an_error(tmp_path):
             in_lanes([job], lambda lane, job: copy_or_merge(lane, job, NEAREST), 16)
         with pytest.raises(FileError, match="cut off"):
             read_whole(job.source)
+
+
+FORMATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_the_bits_tell_what_is_finite(dtype):
+    """Every bit pattern of 8 and of 16 bits, each among zeros; of wider formats, those around the last number."""
+    size = dtype.itemsize
+    if size <= 2:
+        patterns = torch.arange(256**size).to(torch.uint8 if size == 1 else torch.int32)
+        values = (patterns if size == 1 else patterns.to(torch.int16)).view(dtype)
+    else:
+        last = torch.tensor([torch.finfo(dtype).max], dtype=dtype)
+        values = torch.cat([last, -last, last.nextafter(0 * last), last * 2, -last * 2, last * 2 - last * 2, 0 * last])
+    for value in values:
+        around = torch.zeros(4, dtype=dtype)
+        around[2] = value
+        assert is_finite(around) == bool(around.double().isfinite().all()), value
+    assert is_finite(torch.empty(0, dtype=dtype))
+
+
+@pytest.mark.parametrize("block", [8, 64, 2**18])
+@pytest.mark.parametrize("places", [(), (0,), (5, 90), (90, 99), (99,)])
+def test_a_copy_finds_the_first_element_that_is_not_finite(tmp_path, monkeypatch, block, places):
+    monkeypatch.setattr(stream, "BLOCK", block)
+    base = torch.randn(10, 10).half()
+    base.view(-1)[list(places)] = float("-inf")
+    job = job_of(tmp_path, base, None, torch.float16)
+    (outcome,) = in_lanes([job], lambda lane, job: copy_or_merge(lane, job, NEAREST))
+    assert same_bits(written(job), base)
+    assert outcome.nonfinite == len(places) and outcome.copied == outcome.watched == 200
+    assert outcome.place == (divmod(places[0], 10) if places else ())
+
+
+def test_integers_are_copied_unseen(tmp_path):
+    job = job_of(tmp_path, torch.arange(12).to(torch.int32), None, torch.int32)
+    (outcome,) = in_lanes([job], lambda lane, job: copy_or_merge(lane, job, NEAREST))
+    assert (outcome.nonfinite, outcome.copied, outcome.watched) == (0, 48, 0)
+
+
+def test_the_place_is_the_bases_own_where_a_whole_row_is_spoilt(tmp_path):
+    base, adapter = random_adapter("lora", (12, 8), 5, magnitude="out")
+    base[3, 6] = float("nan")
+    job = job_of(tmp_path, base, one_part((12, 8), (adapter, 0.5)), torch.float32)
+    (outcome,) = in_lanes([job], lambda lane, job: copy_or_merge(lane, job, NEAREST), 8)
+    assert int(written(job).isnan().sum()) == 8, "the row's norm is not a number"
+    assert (outcome.nonfinite, outcome.place) == (1, (3, 6))
+    assert outcome.survival is not None and outcome.survival.kept == pytest.approx(1.0, abs=1e-3)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from finitune.adapters.tlora import principal
 from finitune.report import Level
 from tests.adapter_files import codes, delta, finding, model, noise, read_back
 
@@ -98,3 +99,21 @@ def test_its_width_tells_the_family(read, width, name):
         t_lora("lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn2_to_k", 640, width), resolver=None
     )
     assert reading.family is model(name) and codes(reading, Level.ERROR) == ["ADAPTER-TLORA"]
+
+
+@pytest.mark.parametrize("shape", [(12, 7), (7, 12), (8, 8)])
+@pytest.mark.parametrize("rank", [1, 3, 20])
+def test_the_largest_values_by_the_gram_matrix_are_those_of_the_svd(shape, rank):
+    weight = noise(*shape).double()
+    q, found, p = principal(weight, rank)
+    u, values, vt = torch.linalg.svd(weight, full_matrices=False)
+    torch.testing.assert_close(found, values[:rank])
+    torch.testing.assert_close((p * found) @ q, (u[:, :rank] * values[:rank]) @ vt[:rank])
+    torch.testing.assert_close(q @ q.mT, torch.eye(len(found), dtype=q.dtype))
+
+
+def test_a_weight_of_lower_rank_has_values_of_zero():
+    weight = torch.outer(noise(5), noise(4)).double()
+    q, found, p = principal(weight, 3)
+    torch.testing.assert_close((p * found) @ q, weight)
+    assert bool(torch.isfinite(q).all()) and float(found[1:].max()) < 1e-7

@@ -57,20 +57,47 @@ def test_flat_names_are_inverted_by_the_modules_that_there_are():  # KEY-03
 
 
 @pytest.mark.parametrize("other", ["a_b.c", "a.b.c"])
-def test_two_modules_of_one_flat_name_are_named(other):  # KEY-03
-    with pytest.raises(ModelError, match=re.escape(f"'{other}'")) as caught:
-        Resolver.of_modules([*MODULES, "a.b_c", other])
-    assert caught.value.code == "MODEL-FLAT-NAMES"
-    assert set(caught.value.evidence["modules"]) == {"a.b_c", other}
+def test_a_flat_name_of_two_modules_is_refused_and_both_are_named(other):  # KEY-03
+    resolver = Resolver.of_modules([*MODULES, "a.b_c", other])
+    for name in (*MODULES, "a.b_c", other):
+        assert resolver.resolve(name) == Landing("transformer", (name,))
+    for name in MODULES:
+        assert resolver.resolve(name.replace(".", "_"), flat=True) == Landing("transformer", (name,))
+    for spelled in ("a_b_c", "lora_unet_a_b_c"):
+        with pytest.raises(ModelError, match=re.escape(f"'{other}'")) as caught:
+            resolver.find(spelled, flat=True) if spelled == "a_b_c" else Eyes(resolver).see(spelled)
+        assert caught.value.code == "MODEL-FLAT-NAMES" and caught.value.subject == "a_b_c"
+        assert caught.value.evidence["modules"] == ["a.b_c", other]
 
 
-def test_templates_that_can_flatten_alike_are_named():
+def test_templates_that_flatten_alike_are_refused_where_they_do():
+    resolver = Resolver([ComponentSites("unet", ("unet",), ("a.{i}.b", "a_1.b"))])
+    assert resolver.resolve("a_2_b", flat=True) == Landing("unet", ("a.2.b",))
+    with pytest.raises(ModelError, match=r"'a.1.b' and 'a_1.b' both flatten to 'a_1_b'"):
+        resolver.resolve("a_1_b", flat=True)
+    both = Resolver([ComponentSites(name, ("unet",), sites) for name, sites in (("one", ("a.b",)), ("two", ("a_b",)))])
+    assert both.resolve("a_b", ["two"], flat=True) == Landing("two", ("a_b",))
     with pytest.raises(ModelError, match="flatten"):
-        Resolver([ComponentSites("unet", ("unet",), ("a.{i}.b", "a_1.b"))])
-    with pytest.raises(ModelError, match="flatten"):
-        Resolver([ComponentSites(name, ("unet",), sites) for name, sites in (("one", ("a.b",)), ("two", ("a_b",)))])
+        both.resolve("a_b", flat=True)
     apart = [ComponentSites(name, (role,), ("a.b",)) for name, role in (("unet", "unet"), ("text_encoder", "te"))]
     assert Resolver(apart).resolve("a_b", ["text_encoder"], flat=True) == Landing("text_encoder", ("a.b",))
+
+
+@pytest.mark.parametrize("family", MODELS, ids=lambda family: family.name)
+def test_no_family_has_two_modules_of_one_flat_name(family):
+    assert not Resolver.of_model(family).collisions
+
+
+def test_modules_that_no_place_names_are_called_the_same_in_both_namings():
+    places = single(("layers.{i}.q", "blocks.{i}.to_q"))
+    resolver = Resolver([ComponentSites("t", ("unet",), ("blocks.{i}.to_q", "own.fc"), places)])
+    landing = Landing("t", ("own.fc",))
+    assert resolver.resolve("own_fc", flat=True) == landing and resolver.parameter("own.fc.weight") == (
+        landing,
+        "weight",
+    )
+    assert [resolver.named("t", "own.fc", native=native) for native in (False, True)] == [("own.fc", landing)] * 2
+    assert not resolver.collisions
 
 
 words = st.lists(st.sampled_from(["a", "b", "to_q", "attn", "0", "12", "x_1"]), min_size=1, max_size=4)
@@ -82,14 +109,15 @@ def test_the_index_agrees_with_a_plain_table(names, probe):
     table: dict[str, list[str]] = {}
     for name in names:
         table.setdefault(name.replace(".", "_"), []).append(name)
-    if any(len(alike) > 1 for alike in table.values()):
-        with pytest.raises(ModelError):
-            Resolver.of_modules(names)
-        return
     resolver = Resolver.of_modules(names)
+    assert bool(resolver.collisions) == any(len(alike) > 1 for alike in table.values())
     for flat in {probe, *table}:
-        found = resolver.resolve(flat, flat=True)
-        assert (found and [found.sites[0]]) == table.get(flat)
+        if len(table.get(flat, ())) > 1:
+            with pytest.raises(ModelError):
+                resolver.resolve(flat, flat=True)
+        else:
+            found = resolver.resolve(flat, flat=True)
+            assert (found and [found.sites[0]]) == table.get(flat)
         assert resolver.is_container(flat, flat=True) == any(name.startswith(f"{flat}_") for name in table)
 
 

@@ -1,17 +1,22 @@
-"""Plan and apply for a diffusers pipeline in a script; the command line goes the same way."""
+"""Plans and adapters on a diffusers pipeline in a script; the command line goes the same way."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from finitune.adapters.layer import attach as adapters_on
 from finitune.generation.planning import calibrate, plan_model
 from finitune.generation.precisions import in_precision
 from finitune.generation.settings import Settings
+from finitune.merging.adapterfile import Model, open_adapter
+from finitune.models.anima import ANIMA
 from finitune.models.anima.load import AnimaParts, parts_of
 from finitune.precision.plan import PrecisionPlan
+from finitune.report import Report
 
 
 def plan(
@@ -45,14 +50,14 @@ def plan(
 
 
 @dataclass
-class AppliedPlan:
-    """A pipeline with a plan in force; `undo`, or the end of a `with` block, restores its modules and bits."""
+class InForce:
+    """A pipeline with a plan or an adapter on; `undo`, or the end of a `with` block, restores its modules and bits."""
 
     pipe: Any
     _in_force: ExitStack
 
     def undo(self) -> None:
-        """Take the plan out again."""
+        """Take it off again."""
         self._in_force.close()
 
     def __enter__(self) -> Any:
@@ -62,7 +67,7 @@ class AppliedPlan:
         self.undo()
 
 
-def apply(pipe: Any, plan: PrecisionPlan) -> AppliedPlan:
+def apply(pipe: Any, plan: PrecisionPlan) -> InForce:
     """Put a plan in force on a diffusers AnimaModularPipeline; raises PlanError for a plan of another checkpoint.
 
     On a CPU the products have the tensor core's meaning while the plan is in force.
@@ -82,4 +87,18 @@ def apply(pipe: Any, plan: PrecisionPlan) -> AppliedPlan:
         running = stack.enter_context(in_precision(parts, "planned-half", plan))
         stack.callback(pipe.update_components, **{name: getattr(parts, name) for name in running.modules})
         pipe.update_components(**running.modules)
-        return AppliedPlan(pipe, stack.pop_all())
+        return InForce(pipe, stack.pop_all())
+
+
+def attach(pipe: Any, file: str | Path, strength: float = 1.0) -> InForce:
+    """Put an adapter file, of any spelling, on the layers of a diffusers AnimaModularPipeline.
+
+    Raises FileError or AdapterError for a file that cannot be used, or does not fit; nothing is changed then. With a
+    plan, apply the plan first: `ft.apply(pipe, plan)`, then `ft.attach(pipe, "style.safetensors", 0.8)`.
+    """
+    with ExitStack() as stack:
+        source = open_adapter(Path(file), Report("attach"), Model.loaded(ANIMA, pipe))
+        for component in ANIMA.adapters.components:
+            sites = source.reading.adapter.component(component.name)
+            stack.enter_context(adapters_on(getattr(pipe, component.name), sites, strength))
+        return InForce(pipe, stack.pop_all())

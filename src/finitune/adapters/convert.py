@@ -63,22 +63,32 @@ def as_lora(
     rank: int | None = None,
     base: Tensor | None = None,
     bias: Tensor | None = None,
+    *,
+    without_magnitude: bool = False,
 ) -> Converted:
     """The adapter as a LoRA of at most `rank`, or of the least rank that is exact; a magnitude (DoRA) goes with it.
 
     `base_shape` is (out, in, *kernel), needed where the tensors do not tell a kernel. New factors are fp32, balanced,
-    with scale 1. Algorithms that are not additive need `base`, and its `bias` where it has one. Raises AdapterError
-    (CONVERT-IMPOSSIBLE) without it, and for what is no change of a matrix.
+    with scale 1. Algorithms that are not additive need `base` (fp32 or fp64), and its `bias` where it has one; and so
+    does a DoRA `without_magnitude`, a LoRA of all that it changes. Raises AdapterError (CONVERT-IMPOSSIBLE) without it,
+    and for what is no change of a matrix.
     """
     algorithm = algorithm_of(adapter.algorithm)
-    if adapter.algorithm == "lora" and "mid" not in adapter.tensors and holds(adapter, rank):
+    folded = without_magnitude and adapter.magnitude is not None
+    if not folded and adapter.algorithm == "lora" and "mid" not in adapter.tensors and holds(adapter, rank):
         return Converted(adapter, Exactness.LOSSLESS)
     shape = tuple(base.shape) if base is not None else base_shape or algorithm.shape(adapter)
     if adapter.algorithm == "full" and "diff" not in adapter.tensors:
         return Converted(adapter, Exactness.LOSSLESS)  # a bias alone: spelled the same beside every algorithm
+    on_base = folded or not algorithm.additive
+    if on_base and base is None and (shape is None or len(shape) > 1):
+        raise without_base(adapter)
     if shape is None or len(shape) < 2:
         raise impossible(adapter, "it does not change a matrix", "Keep its algorithm: leave out --as.")
-    up, down, cut = factors(adapter, shape, rank, base)
+    if on_base and base is not None:
+        up, down, cut = svd_delta(weight_delta(base, adapter).flatten(1), rank=rank)
+    else:
+        up, down, cut = factors(adapter, shape, rank)
     tensors = {"up": up.reshape(*up.shape, *[1] * len(shape[2:])), "down": down.reshape(-1, *shape[1:])}
     change = None if bias is None or algorithm.additive else algorithm.bias_delta(adapter, bias)
     if change is not None:
@@ -87,8 +97,8 @@ def as_lora(
         tensors["diff_b"] = adapter.tensors["diff_b"]
     if "up_bias" in adapter.tensors:
         tensors["up_bias"] = adapter.tensors["up_bias"].float() * algorithm.scale(adapter)
-    lora = SiteAdapter("lora", tensors, float(cut.rank), magnitude=adapter.magnitude)
-    exact = Exactness.EXACT if adapter.algorithm == "lora" else Exactness.GROWING
+    lora = SiteAdapter("lora", tensors, float(cut.rank), magnitude=None if folded else adapter.magnitude)
+    exact = Exactness.EXACT if adapter.algorithm == "lora" and not folded else Exactness.GROWING
     return Converted(lora, exact if cut.error <= ROUNDING else Exactness.LOSSY, cut.error)
 
 
@@ -98,17 +108,9 @@ def holds(adapter: SiteAdapter, rank: int | None) -> bool:
     return rank is None or own is None or rank >= own
 
 
-def factors(adapter: SiteAdapter, shape: Shape, rank: int | None, base: Tensor | None) -> Factors:
-    """Balanced fp32 factors (out, r) and (r, in * kernel) of the adapter's change, magnitude left out."""
+def factors(adapter: SiteAdapter, shape: Shape, rank: int | None) -> Factors:
+    """Balanced fp32 factors (out, r) and (r, in * kernel) of an additive change, magnitude left out."""
     algorithm = algorithm_of(adapter.algorithm)
-    if not algorithm.additive:
-        if base is None:
-            raise impossible(
-                adapter,
-                "its change depends on the base weight, which is not at hand",
-                "Keep its algorithm: leave out --as. Or merge it into the model and extract a LoRA from the result.",
-            )
-        return svd_delta(weight_delta(base, adapter).flatten(1), rank=rank)
     scale = algorithm.scale(adapter)
     if adapter.algorithm == "lokr":
         return kron_factors(adapter, scale, rank)
@@ -177,6 +179,16 @@ def kron_spectrum(tensors: Tensors, scale: float, rank: int | None) -> Spectrum:
     u = torch.einsum("l r, k r -> l k r", u1[:, a], u2[:, b]).flatten(0, 1) * math.copysign(1, scale)
     vh = torch.einsum("r m, r n -> r m n", vh1[a], vh2[b]).flatten(1)
     return Spectrum(u, values[: len(kept)], vh, float(values[len(kept) :].square().sum()))
+
+
+def without_base(adapter: SiteAdapter) -> AdapterError:
+    """The error for a change that depends on the base weight, where that is not known."""
+    return impossible(
+        adapter,
+        "its change depends on the base weight, which is not at hand",
+        "Give the model: --model FILE. Or keep its algorithm: leave out --as. Or merge it into the model and extract a "
+        "LoRA from the result.",
+    )
 
 
 def impossible(adapter: SiteAdapter, why: str, remedy: str) -> AdapterError:

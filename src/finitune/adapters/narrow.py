@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from finitune.adapters.convert import Exactness
 from finitune.adapters.core import SiteAdapter
 from finitune.adapters.difference import change_error, plain_lora
 from finitune.adapters.lowrank import balance
 from finitune.errors import NumericsError
+
+FLUSHED_SHARE = 1e-2
+"""The share of the nonzero numbers of a file that may become zero before a narrower dtype counts as a loss."""
+ROUNDINGS = 2
+"""The error of a module's change, in units of the dtype's epsilon, that counts as its rounding: two factors are rounded
+by up to half an epsilon each, and their product may be smaller than they are."""
 
 
 @dataclass(frozen=True)
@@ -28,29 +34,48 @@ class Narrowed:
 def narrowed(adapter: SiteAdapter, dtype: torch.dtype) -> Narrowed:
     """The adapter with its factors in `dtype`; magnitudes stay as they are.
 
-    Where numbers of a LoRA would become zero or infinite, powers of two first go from one factor to the other, which
-    leaves their product as it was to the bit. Raises NumericsError (NARROW-OVERFLOW) where that does not help.
+    Where numbers of a LoRA would become zero, infinite, or coarser than the dtype's own rounding, powers of two first
+    go from one factor to the other, which leaves their product as it was to the bit. Raises NumericsError
+    (NARROW-OVERFLOW) where that does not help.
     """
-    best = adapter.tensors
-    if plain_lora(adapter) and any(flushed(t, dtype) or overflows(t, dtype) for t in best.values()):
-        up, down = best["up"], best["down"]
+    best, cost = adapter, harm(adapter, dtype)
+    if plain_lora(adapter) and cost > (0, 0, ROUNDINGS * torch.finfo(dtype).eps):
+        up, down = adapter.tensors["up"], adapter.tensors["down"]
         even = balance(up.flatten(1), down.flatten(1))
-        trial = {**best, "up": even[0].view(up.shape), "down": even[1].view(down.shape)}
-        if harm(trial, dtype) < harm(best, dtype):
-            best = trial
-    for role, tensor in best.items():
+        trial = adapter.with_tensors(up=even[0].view(up.shape), down=even[1].view(down.shape))
+        trial_cost = harm(trial, dtype)
+        if trial_cost < cost:
+            best, cost = trial, trial_cost
+    for role, tensor in best.tensors.items():
         if overflows(tensor, dtype):
             raise too_large(role, tensor, dtype)
-    lost = sum(flushed(tensor, dtype) for tensor in best.values())
-    result = replace(adapter, tensors={role: tensor.to(dtype) for role, tensor in best.items()})
-    nonzero = sum(int(tensor.count_nonzero()) for tensor in best.values())
-    return Narrowed(result, lost, nonzero, change_error(result, adapter))
+    nonzero = sum(int(tensor.count_nonzero()) for tensor in best.tensors.values())
+    return Narrowed(cast(best, dtype), cost[1], nonzero, cost[2])
 
 
-def harm(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[int, int]:
-    """How many tensors overflow in `dtype`, and how many numbers become zero."""
-    values = tensors.values()
-    return sum(overflows(tensor, dtype) for tensor in values), sum(flushed(tensor, dtype) for tensor in values)
+def cast(adapter: SiteAdapter, dtype: torch.dtype) -> SiteAdapter:
+    """The adapter with its factors rounded to `dtype`."""
+    return replace(adapter, tensors={role: tensor.to(dtype) for role, tensor in adapter.tensors.items()})
+
+
+def narrowed_class(flushed: int, nonzero: int, error: float, dtype: torch.dtype | None) -> Exactness:
+    """What a narrower dtype cost: nothing, its own rounding, or more.
+
+    `flushed` of `nonzero` numbers became zero; `error` is the largest relative one of a module's change. More than
+    rounding is a share of zeros above FLUSHED_SHARE, or an error above ROUNDINGS of the dtype's epsilon (fp16 0.2 %,
+    bf16 1.6 %).
+    """
+    if dtype is None or not (flushed or error):
+        return Exactness.LOSSLESS
+    lossy = flushed > FLUSHED_SHARE * nonzero or error > ROUNDINGS * torch.finfo(dtype).eps
+    return Exactness.LOSSY if lossy else Exactness.EXACT
+
+
+def harm(adapter: SiteAdapter, dtype: torch.dtype) -> tuple[int, int, float]:
+    """How many tensors overflow in `dtype`, how many numbers become zero, and the relative error of the change."""
+    values = adapter.tensors.values()
+    beyond, lost = sum(overflows(tensor, dtype) for tensor in values), sum(flushed(tensor, dtype) for tensor in values)
+    return beyond, lost, math.inf if beyond else change_error(cast(adapter, dtype), adapter)
 
 
 def flushed(tensor: Tensor, dtype: torch.dtype) -> int:

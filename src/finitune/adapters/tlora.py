@@ -43,11 +43,27 @@ def plain_lora(tensors: Tensors, alpha: float | None, base: Tensor, selection: S
 
 def singular(weight: Tensor, rank: int, selection: Selection) -> tuple[Tensor, Tensor, Tensor]:
     """The chosen `rank` singular triples of a matrix (out, in), or all where it has fewer: (r, in), (r), (out, r)."""
+    if selection == "principal":
+        return principal(weight, rank)
     u, values, vt = torch.linalg.svd(weight, full_matrices=False)
     spare = max(len(values) - rank, 0)
     start = {"principal": 0, "middle": spare // 2, "last": spare}[selection]
     chosen = slice(start, start + rank)
     return vt[chosen], values[chosen], u[:, chosen]
+
+
+def principal(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `rank` largest singular triples by the eigenvectors of the smaller Gram matrix, in half the time of an SVD.
+
+    The Gram matrix squares the values, which costs the smallest their digits and the largest, in fp64, nothing.
+    """
+    if weight.shape[0] > weight.shape[1]:
+        u, values, vt = principal(weight.mT, rank)[::-1]
+        return u.mT, values, vt.mT
+    u = torch.linalg.eigh(weight @ weight.mT)[1].flip(1)[:, :rank]
+    scaled = u.mT @ weight
+    values = torch.linalg.vector_norm(scaled, dim=1)
+    return scaled / torch.where(values > 0, values, 1)[:, None], values, u
 
 
 def checked(tensors: Tensors, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,7 +53,8 @@ class Conversion:
     fix_split_scale: Flag = False
     """Mend the alpha of modules that were trained in parts and saved as one (see the warning of `check`)."""
     model: str | None = None
-    """The family of the model, where the file does not tell it."""
+    """The model that it is for: its family, `pico-anima`, a file or a folder. Its weights are needed for T-LoRA, and
+    for `--as lora` of GLoRA, IA3 and OFT."""
 
 
 def convert(file: Path, conversion: Conversion, doubts: Doubts = Doubts()) -> Job:
@@ -86,6 +87,8 @@ class Merging:
     """Say what would be done, and write nothing."""
     keep_precise: Flag = False
     """Store the tensors in fp32 whose change the dtype would lose."""
+    min_survival: float = 0.9
+    """The share of a tensor's change below which it is lost: to be warned of, or kept precise."""
     seed: int = 0
     """Seed of stochastic rounding."""
     shard_size: int | None = None

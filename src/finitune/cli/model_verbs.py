@@ -8,27 +8,22 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from finitune.cli.options import Flag, Job, Model, Out, Picture, Precision
+from finitune.cli.options import Adapters, Job, Model, Out, Picture, Precision
 
 
 def generate(
     model: Model,
     picture: Picture = Picture(),
+    adapters: Adapters = Adapters(),
     *,
     precision: Precision = "auto",
     plan: Path | None = None,
-    adapter: tuple[str, ...] = (),
-    merge_first: Flag = False,
     out: Out = None,
 ) -> Job:
     """Draw a picture, and check that it is one.
 
     Parameters
     ----------
-    adapter
-        An adapter file, as FILE or FILE:STRENGTH; may be given several times.
-    merge_first
-        Put the adapters into the weights, instead of attaching them to the layers.
     precision
         How to compute; `auto` takes the best that this machine and the plan allow.
     plan
@@ -38,8 +33,8 @@ def generate(
     """
     from finitune.journeys import generate as journey
 
-    how = {"precision": precision, "plan": plan, "adapter": adapter, "merge_first": merge_first, "out": out}
-    return partial(journey.run, journey.Request(**vars(model), **vars(picture), **how))
+    how = {"precision": precision, "plan": plan, "out": out}
+    return partial(journey.run, journey.Request(**vars(model), **vars(picture), **vars(adapters), **how))
 
 
 def diagnose(

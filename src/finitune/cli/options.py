@@ -78,3 +78,16 @@ class Doubts:
     """The order of GLoRA factors whose shapes fit both; `old` is of 2023."""
     zero_alpha: Literal["rank", "zero"] | None = None
     """What alpha 0 means: `rank` to LyCORIS and sd-scripts, `zero` to diffusers."""
+    scale: float | None = None
+    """alpha / rank, where no file states it: 1 for a training with alpha = rank."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Adapters(Doubts):
+    """What to put on the model."""
+
+    adapter: tuple[str, ...] = ()
+    """An adapter file, as FILE or FILE:STRENGTH; may be given several times."""
+    merge_first: Flag = False
+    """Put the adapters into the weights, instead of attaching them to the layers."""

@@ -25,11 +25,12 @@ THREADS = min(os.cpu_count() or 1, 4)
 
 @dataclass(frozen=True)
 class Range:
-    """The least and the largest element of a tensor (NaN where it holds one), and what is not finite in it."""
+    """The least and the largest element of a tensor (NaN where it holds one); what is not finite, and where first."""
 
     low: float
     high: float
     nonfinite: Nonfinite | None = None
+    first: tuple[int, ...] = ()
 
     @property
     def amax(self) -> float:
@@ -59,7 +60,14 @@ def scan_slowly(file: TensorFile) -> dict[str, Range]:
 def _with_counts(file: TensorFile, name: str, low: float, high: float) -> Range:
     if math.isfinite(low) and math.isfinite(high):
         return Range(low, high)
-    return Range(low, high, count_nonfinite(file.read(name)))
+    tensor = file.read(name)
+    return Range(low, high, count_nonfinite(tensor), first_nonfinite(tensor))
+
+
+def first_nonfinite(tensor: Tensor) -> tuple[int, ...]:
+    """The place of the first element that is NaN or infinite, in a tensor that has one."""
+    first = (~torch.isfinite(_comparable(tensor))).flatten().byte().argmax()
+    return tuple(int(n) for n in torch.unravel_index(first, tensor.shape)) if tensor.ndim else ()
 
 
 def _range(entry: TensorEntry, done: Callable[[int], None] | None) -> tuple[float, float]:

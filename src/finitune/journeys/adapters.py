@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from finitune.errors import AdapterError
-from finitune.report import Level, Report
+from finitune.errors import UsageError, did_you_mean
+from finitune.journeys.model import SHIPPED, model_path
+from finitune.namings.core import PEFT_TENSORS, tensors_in
+from finitune.report import Report, Table
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    import torch
+    from torch import nn
 
     from finitune.adapters.weight import Strong
+    from finitune.merging.adapterfile import Model
+    from finitune.merging.bases import Base
     from finitune.models.anima.load import AnimaParts
-    from finitune.models.spec import ModelSpec
     from finitune.namings.core import Answers, Reading
 
-PEFT_TENSORS = "adapter_model.safetensors"
+Dtype = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp8-e5m2": "float8_e5m2"}
+"""torch's names of the dtypes that we write, by ours; those of adapter files are Dtype."""
 HOLDING_BITS = 1.0
 """Bits of headroom that a plan must keep when an adapter it was not made for is attached."""
 
@@ -30,12 +37,20 @@ class Doubts:
     dora_side: Literal["out", "in"] | None = None
     glora_order: Literal["new", "old"] | None = None
     zero_alpha: Literal["rank", "zero"] | None = None
+    scale: float | None = None
 
     def answers(self) -> Answers:
-        """The same for the reader."""
+        """The same for the reader; raises UsageError for a scale that none can be."""
         from finitune.namings.core import Answers
 
-        return Answers(self.dora_side, self.glora_order, self.zero_alpha)
+        if self.scale is not None and not (math.isfinite(self.scale) and self.scale):
+            raise UsageError(
+                f"--scale {self.scale:g} is no scale",
+                code="SCALE-OUT-OF-RANGE",
+                subject="--scale",
+                remedy="It is alpha / rank: 1 where they are equal, 2 for alpha 32 at rank 16.",
+            )
+        return Answers(self.dora_side, self.glora_order, self.zero_alpha, self.scale)
 
 
 @dataclass(frozen=True)
@@ -64,7 +79,7 @@ class NamedAdapter:
     @property
     def file(self) -> Path:
         """The file with the tensors: a folder of PEFT's has it inside."""
-        return self.path / PEFT_TENSORS if self.path.is_dir() else self.path
+        return tensors_in(self.path)
 
 
 @dataclass(frozen=True)
@@ -76,25 +91,84 @@ class Worn:
     receipts: list[dict[str, object]]
 
 
-def put_on(parts: AnimaParts, named: list[NamedAdapter], *, merge_first: bool, report: Report) -> Worn:
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """torch's dtype of our name for it; None for None."""
+    import torch
+
+    return None if name is None else getattr(torch, DTYPES[name])
+
+
+def open_model(path: Path) -> Base:
+    """What a path names: a file, an index, a PEFT folder, or a model's folder; raises FileError."""
+    from finitune.merging.bases import open_base
+
+    return open_base(path / PEFT_TENSORS if (path / PEFT_TENSORS).exists() else path)
+
+
+def named_model(name: str | None) -> Model:
+    """The model that an adapter is for, of the name of a family or a shipped model, of a file or a folder.
+
+    Raises UsageError (MODEL-UNKNOWN) for a name that is none of these.
+    """
+    from finitune.merging.adapterfile import Model
+    from finitune.models import MODELS
+
+    families = {family.name: family for family in MODELS}
+    if name is None or name in families:
+        return Model(families.get(name or ""))
+    path = model_path(name)
+    if not path.exists():
+        raise UsageError(
+            f"--model {name}: there is no such family, and no such file.{did_you_mean(name, [*families, *SHIPPED])}",
+            code="MODEL-UNKNOWN",
+            subject="--model",
+            remedy=f"It is one of {', '.join((*families, *SHIPPED))}, or the path of a checkpoint.",
+        )
+    return Model.of(open_model(path))
+
+
+def loads(reading: Reading) -> dict[str, str]:
+    """The verdict of each program on a file: whether it loads it as it was meant."""
+    from finitune.namings.loaders import where_it_loads
+
+    return {one.loader: one.verdict.value for one in where_it_loads(reading)}
+
+
+def loads_table(reading: Reading, title: str) -> Table:
+    """The same for a person, with the reasons."""
+    from finitune.namings.loaders import where_it_loads
+
+    rows = tuple((one.loader, one.verdict.value, one.reason) for one in where_it_loads(reading))
+    return Table(title, ("program", "loads", "why"), rows)
+
+
+def put_on(
+    parts: AnimaParts,
+    named: list[NamedAdapter],
+    *,
+    merge_first: bool,
+    report: Report,
+    answers: Answers | None = None,
+) -> Worn:
     """Put adapters on a loaded Anima: attached to its layers, or, to `merge_first`, in its weights, then fp32.
 
-    The findings about the files go to the report. Raises AdapterError where one of them is an error, or where an
-    adapter fits no module.
+    The findings about the files go to the report; `answers` decide what the files leave open. Raises AdapterError where
+    one of them is an error, or where an adapter fits no module.
     """
     from finitune.adapters.layer import attach, merge
-    from finitune.files.tensorfile import TensorFile
+    from finitune.merging.adapterfile import Model, open_adapter
     from finitune.models.anima import ANIMA
 
+    model = Model.loaded(ANIMA, parts)
     adapters: dict[str, dict[str, list[Strong]]] = {}
     receipts: list[dict[str, object]] = []
     for one in named:
-        reading = open_reading(one.file, ANIMA, report, parts)
-        for site, adapter in reading.adapter.sites.items():
+        source = open_adapter(one.path, report, model, answers=answers)
+        for site, adapter in source.reading.adapter.sites.items():
             component, _, module = site.partition(".")
             adapters.setdefault(component, {}).setdefault(module, []).append((adapter, one.strength))
-        fingerprint = TensorFile(one.file).fingerprint()
-        receipts.append({"file": one.path.name, "strength": one.strength, "fingerprint": fingerprint})
+        name, fingerprint = source.receipt
+        receipts.append({"file": name, "strength": one.strength, "fingerprint": fingerprint})
     places: dict[str, dict[str, str]] = {}
     for component, sites in adapters.items():
         root: nn.Module = getattr(parts, component)
@@ -105,35 +179,3 @@ def put_on(parts: AnimaParts, named: list[NamedAdapter], *, merge_first: bool, r
             places[component] = {site: f"{site}.base" for site in sites}
     report.figures["adapted_sites"] = sum(map(len, adapters.values()))
     return Worn(adapters, places, receipts)
-
-
-def open_reading(file: Path, model: ModelSpec | None, report: Report, parts: AnimaParts | None = None) -> Reading:
-    """An adapter file of which every tensor is accounted for; its findings go to the report, errors are raised."""
-    from finitune.files.tensorfile import TensorFile
-    from finitune.namings.read import read_adapter
-
-    weights = {} if parts is None else loaded_weights(parts, model)
-    shapes = {site: tuple(weight.shape) for site, weight in weights.items()}
-    reading = read_adapter(TensorFile(file), model, shapes=shapes, weight_of=weights.get)
-    report.findings.extend(reading.findings)
-    errors = [finding for finding in reading.findings if finding.level is Level.ERROR]
-    if errors or not len(reading.adapter):
-        raise AdapterError(
-            f"{file} cannot be used: {len(errors)} errors, {len(reading.left_out)} tensors without use",
-            code="ADAPTER-REFUSED",
-            subject=str(file),
-            evidence={"errors": len(errors), "left_out": len(reading.left_out), "sites": len(reading.adapter)},
-            remedy=f"See all that is wrong with it: finitune check {file}",
-        )
-    return reading
-
-
-def loaded_weights(parts: AnimaParts, model: ModelSpec | None) -> dict[str, Tensor]:
-    """Every weight of a loaded model, by component and module."""
-    components = [] if model is None else [component.name for component in model.adapters.components]
-    return {
-        f"{component}.{name}": weight
-        for component in components
-        for name, module in getattr(parts, component).named_modules()
-        if (weight := getattr(module, "weight", None)) is not None
-    }

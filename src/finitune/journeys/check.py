@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finitune.errors import FinituneError
-from finitune.journeys.adapters import PEFT_TENSORS, Doubts
-from finitune.journeys.model import model_path
+from finitune.journeys.adapters import Doubts, loads, loads_table, named_model, open_model
 from finitune.progress import Progress, Silent
 from finitune.report import Level, Report, Table
 
 if TYPE_CHECKING:
+    from finitune.adapters.core import Shape
     from finitune.files.scan import Range
     from finitune.files.tensorfile import TensorFile
     from finitune.merging.bases import Base
-    from finitune.models.spec import ModelSpec
     from finitune.namings.core import Reading
 
 SAID = (
@@ -49,7 +48,8 @@ def run(request: Request, progress: Progress | None = None) -> Report:
     """Look at every tensor; the report says what the file is, what is wrong, and who loads it."""
     report = Report("check")
     try:
-        opened = open_target(request.file)
+        opened = open_model(request.file)
+        tell_names(opened, report)
         if holds_adapter(key.name for key in opened):
             check_adapter(opened.files[""], request, report)
         else:
@@ -59,11 +59,17 @@ def run(request: Request, progress: Progress | None = None) -> Report:
     return report
 
 
-def open_target(path: Path) -> Base:
-    """What a path names: a file, an index, a PEFT folder, or a model's folder; raises FileError."""
-    from finitune.merging.bases import open_base
-
-    return open_base(path / PEFT_TENSORS if (path / PEFT_TENSORS).exists() else path)
+def tell_names(opened: Base, report: Report) -> None:
+    """A note where a safetensors file is called as if it were another kind, which programs go by."""
+    for file in opened.files.values():
+        if not file.path.name.endswith((".safetensors", ".safetensors.index.json")):
+            report.add(
+                Level.NOTE,
+                "FILE-NAME-MISLEADS",
+                str(file.path),
+                f"it is a safetensors file, and its name ends in {file.path.suffix or 'nothing'!r}",
+                remedy="Name it .safetensors: many programs take a file for what its name says.",
+            )
 
 
 def holds_adapter(names: Iterable[str]) -> bool:
@@ -78,40 +84,26 @@ def holds_adapter(names: Iterable[str]) -> bool:
 def check_adapter(file: TensorFile, request: Request, report: Report) -> None:
     """Everything about an adapter file."""
     from finitune.adapters.health import examine
-    from finitune.merging.pairing import weight_shapes, weights_of
+    from finitune.merging.adapterfile import read_for, settled
     from finitune.merging.stream import torch_threads_kept
-    from finitune.namings.loaders import where_it_loads
-    from finitune.namings.read import read_adapter
 
-    family, model = named_model(request.model)
-    shapes = None if model is None else weight_shapes(model)
-    weight_of = None if model is None else weights_of(model)
-    with torch_threads_kept(1):  # the tensors are small: waking threads for each costs more than it saves
-        reading = read_adapter(file, family, shapes=shapes, weight_of=weight_of, answers=request.answers())
-        report.findings.extend(reading.findings)
+    answers, model = request.answers(), named_model(request.model)
+    reading = read_for(file.path, model, answers)
+    if answers.scale is not None:  # what is not known is a warning here, and an error where it is needed
+        reading = settled(reading, answers.scale)
+    report.findings.extend(reading.findings)
+    with torch_threads_kept(1):
         report.findings.extend(examine(reading.adapter))
-        check_hashes(file, report)
         report.figures.update(adapter_figures(file, reading))
-    report.tables.append(component_table(reading, shapes))
+    check_hashes(file, report)
+    components, magnitudes = components_of(reading, model.shapes), magnitudes_of(reading)
+    report.figures.update(components=components, dora=magnitudes, loads=loads(reading))
+    report.tables.append(component_table(components, len(reading.unmatched)))
+    if magnitudes:
+        report.tables.append(magnitude_table(magnitudes))
     if said := [(key, file.metadata[key]) for key in SAID if key in file.metadata]:
         report.tables.append(Table("what it says of itself", ("key", "value"), tuple(said)))
-    rows = tuple((one.loader, one.verdict.value, one.reason) for one in where_it_loads(reading))
-    report.tables.append(Table("where it will load", ("program", "loads", "why"), rows))
-
-
-def named_model(name: str | None) -> tuple[ModelSpec | None, Base | None]:
-    """The family, and the model itself, of a family's name, a shipped model, a file or a folder."""
-    from finitune.merging.pairing import as_family, model_of
-    from finitune.models import MODELS
-
-    if name is None:
-        return None, None
-    for family in MODELS:
-        if family.name == name:
-            return family, None
-    opened = open_target(model_path(name))
-    family = model_of(opened)
-    return family, as_family(opened, family)
+    report.tables.append(loads_table(reading, "where it will load"))
 
 
 def adapter_figures(file: TensorFile, reading: Reading) -> dict[str, object]:
@@ -150,14 +142,34 @@ def dtypes_of(file: TensorFile) -> dict[str, int]:
     return dict(Counter(entry.dtype for entry in file.entries.values()))
 
 
-def component_table(reading: Reading, shapes: dict[str, tuple[int, ...]] | None) -> Table:
-    """Component by component: how many modules are adapted, of how many, and how many tensors have no place."""
+def components_of(reading: Reading, shapes: Mapping[str, Shape]) -> dict[str, dict[str, int | None]]:
+    """Component by component: how many modules are adapted, of how many that the model has, where that is known."""
     adapted = Counter(site.partition(".")[0] for site in reading.adapter)
-    known = Counter(site.partition(".")[0] for site, shape in (shapes or {}).items() if len(shape) > 1)
-    rows = [(name, str(count), str(known[name]) if known[name] else "") for name, count in adapted.items()]
-    if reading.unmatched:
-        rows.append(("(no place)", str(len(reading.unmatched)), ""))
+    known = Counter(site.partition(".")[0] for site, shape in shapes.items() if len(shape) > 1)
+    return {name: {"sites": count, "of": known[name] or None} for name, count in adapted.items()}
+
+
+def component_table(components: Mapping[str, Mapping[str, int | None]], homeless: int) -> Table:
+    """The same for a person, and how many tensors have no place."""
+    rows = [(name, str(found["sites"]), str(found["of"] or "")) for name, found in components.items()]
+    if homeless:
+        rows.append(("(no place)", str(homeless), ""))
     return Table("components", ("component", "adapted modules", "of the model's"), tuple(rows))
+
+
+def magnitudes_of(reading: Reading) -> list[dict[str, object]]:
+    """The conventions of DoRA's magnitudes, and how many modules have each: see `adapters.core.Magnitude`."""
+    found = (one.magnitude for one in reading.adapter.sites.values() if one.magnitude is not None)
+    counts = Counter((magnitude.side, magnitude.norm_of) for magnitude in found)
+    return [{"side": side, "norm_of": norm_of, "sites": count} for (side, norm_of), count in counts.items()]
+
+
+def magnitude_table(magnitudes: Iterable[Mapping[str, object]]) -> Table:
+    """The same for a person."""
+    sides = {"out": "one per output", "in": "one per input"}
+    norms = {"adapted": "of the adapted weight", "base": "of the base weight"}
+    rows = tuple((sides[str(m["side"])], norms[str(m["norm_of"])], str(m["sites"])) for m in magnitudes)
+    return Table("DoRA", ("magnitudes", "norms", "modules"), rows)
 
 
 def check_hashes(file: TensorFile, report: Report) -> None:
@@ -229,6 +241,7 @@ def judge_ranges(ranges: dict[str, Range], report: Report) -> None:
             remedy="The file is damaged, or was saved after a run that went wrong: get it again.",
             nan=count.nan,
             inf=count.inf,
+            first=list(found.first),
         )
     loudest = sorted((n for n in ranges if n not in broken), key=lambda name: -ranges[name].amax)
     over = [name for name in loudest if ranges[name].amax >= HALF.overflow_at]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finitune.errors import FinituneError, ModelError, UsageError
-from finitune.journeys.convert import Dtype, torch_dtype
+from finitune.journeys.adapters import Dtype, torch_dtype
 from finitune.journeys.model import OUTPUT
 from finitune.journeys.resize import demand_cut
 from finitune.report import Level, Report

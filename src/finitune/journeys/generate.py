@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finitune.errors import FileError, FinituneError
-from finitune.journeys.adapters import HOLDING_BITS, NamedAdapter, Worn, put_on
+from finitune.journeys.adapters import HOLDING_BITS, Doubts, NamedAdapter, Worn, put_on
 from finitune.journeys.model import (
     OUTPUT,
     SHIPPED,
@@ -33,7 +33,7 @@ DEFAULT_PROMPT = "red apple"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(ModelChoice):
+class Request(ModelChoice, Doubts):
     """What to draw, with what, and where to put it."""
 
     prompt: str = DEFAULT_PROMPT
@@ -82,7 +82,8 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     worn = None
     if request.adapter:
         named = [NamedAdapter.parse(text) for text in request.adapter]
-        worn = put_on(parts, named, merge_first=request.merge_first, report=report)
+        answers = request.answers()
+        worn = put_on(parts, named, merge_first=request.merge_first, report=report, answers=answers)
         plan = plan and certified_again(plan, parts, worn, settings, report, progress)
     with in_precision(parts, precision, plan) as running:
         drawing = draw(running, [settings], progress)

@@ -5,31 +5,32 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finitune.errors import AdapterError, FileError, FinituneError, UsageError
-from finitune.journeys.adapters import Doubts, NamedAdapter
+from finitune.journeys.adapters import Doubts, NamedAdapter, torch_dtype
 from finitune.journeys.model import model_path
 from finitune.progress import Progress, Silent
-from finitune.report import Level, Report
+from finitune.report import Finding, Level, Report
 
 if TYPE_CHECKING:
-    import torch
-
     from finitune.files.tensorfile import TensorEntry
+    from finitune.merging.adapterfile import Model
     from finitune.merging.bases import Base
     from finitune.merging.plan import Plan, Source
     from finitune.merging.readback import Checked
     from finitune.merging.survival import Survival
     from finitune.merging.work import Manner, Outcome
 
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn", "fp8-e5m2": "float8_e5m2"}
 LOOKED_AT = 100
 """How many keys, evenly spaced, tell an adapter from a model."""
 
-PRECISE = "Store those tensors in fp32 (--keep-precise), write fp16 or fp32 (--dtype), or attach the adapter instead."
+PRECISE = (
+    "Store those tensors in fp32 (--keep-precise), write all in fp32 (--dtype fp32; fp16 is 8 times as fine as bf16), "
+    "or attach the adapter instead."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,8 @@ class Request(Doubts):
 
     `model` is a safetensors file, its index, or a diffusers folder; or an adapter file, to which the others are added,
     cut to `rank` or `energy` if asked. `adapters` are FILE or FILE:STRENGTH. `dtype` None keeps each tensor's own.
-    `shard_size` is in bytes.
+    `shard_size` is in bytes. `min_survival`, in (0, 1], is the share of a change that rounding must leave: what keeps
+    less is warned of, and stored in fp32 to `keep_precise`.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Request(Doubts):
     allow_unmatched: bool = False
     dry_run: bool = False
     keep_precise: bool = False
+    min_survival: float = 0.9
     seed: int = 0
     shard_size: int | None = None
     map: Path | None = None
@@ -68,18 +71,23 @@ class Request(Doubts):
             )
         return named
 
-    def torch_dtype(self) -> torch.dtype | None:
-        """The dtype of the output, None to keep each tensor's own."""
-        import torch
-
-        return getattr(torch, DTYPES[self.dtype]) if self.dtype else None
-
     def manner(self) -> Manner:
         """How numbers are rounded; raises UsageError for a rounding that we do not have."""
         from finitune.merging.rounding import rounding_of
         from finitune.merging.work import Manner
 
         return Manner(rounding_of(self.rounding), self.seed)
+
+    def least_survival(self) -> float:
+        """The share of a change that must be left; raises UsageError where it is none."""
+        if 0 < self.min_survival <= 1:
+            return self.min_survival
+        raise UsageError(
+            f"--min-survival {self.min_survival:g} is no share of a change: it is above 0, and 1 at most",
+            code="MERGE-MIN-SURVIVAL",
+            subject="--min-survival",
+            remedy="0.9, the default, warns where rounding takes more than a tenth of the change.",
+        )
 
 
 def run(request: Request, progress: Progress | None = None) -> Report:
@@ -99,17 +107,20 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 def merge(request: Request, report: Report, progress: Progress) -> None:
     """The merge into a model; findings, figures and artifacts go to the report. Raises FinituneError."""
+    from finitune.merging.adapterfile import Model
     from finitune.merging.bases import open_base, read_renames
     from finitune.merging.output import demand_disk, demand_place, filled, lay_out, remove_strays
     from finitune.merging.plan import tables
     from finitune.merging.readback import demand_good, read_back
+    from finitune.merging.survival import report_survival
 
-    manner, named = request.manner(), request.named()
+    manner, named, least = request.manner(), request.named(), request.least_survival()
     base = open_base(model_path(request.model), read_renames(request.map) if request.map else None)
     demand_place(base, [one.file for one in named], request.out)
     state = base.state()
     note_left_out(base, report)
-    sources = [open_source(one, base, request, report) for one in named]
+    model = Model.of(base)
+    sources = [open_source(one, model, request, report) for one in named]
     plan = plan_checked(base, sources, request, report)
     plan, known = surveyed(plan, request, manner, report)
     report.tables.extend(tables(plan, base, sources))
@@ -117,7 +128,8 @@ def merge(request: Request, report: Report, progress: Progress) -> None:
     files = lay_out(base, plan, request.out, request.shard_size, metadata)
     report.figures["bytes"] = demand_disk(files, request.out)
     if request.dry_run:
-        tell_survival(report, {str(one.key): found for one in plan.adapted if (found := known.get(one.entry))})
+        survivals = {str(one.key): found for one in plan.adapted if (found := known.get(one.entry))}
+        report_survival(report, survivals, least, PRECISE)
         report.add(Level.NOTE, "MERGE-DRY-RUN", str(request.out), "nothing was written")
         return
     remove_strays(files, report)
@@ -125,59 +137,45 @@ def merge(request: Request, report: Report, progress: Progress) -> None:
         checked = read_back(fillings, manner)
         demand_good(checked)
         demand_unchanged(base, state)
-    told(report, outcomes, checked)
+    report_survival(report, {one.key: one.survival for one in outcomes if one.survival}, least, PRECISE)
+    tell_done(report, outcomes, checked)
     report.artifacts["model"] = str(files[-1].path if not base.is_folder else request.out)
 
 
-def open_source(one: NamedAdapter, base: Base, request: Request, report: Report) -> Source:
-    """An adapter file, read as one of the base's family; its findings go to the report. Raises AdapterError."""
-    from finitune.files.tensorfile import TensorFile
-    from finitune.merging.pairing import weight_shapes, weights_of
+def open_source(one: NamedAdapter, model: Model, request: Request, report: Report) -> Source:
+    """An adapter file, read as one of the base; its findings go to the report. Raises AdapterError."""
+    from finitune.merging.adapterfile import open_adapter
     from finitune.merging.plan import Source
-    from finitune.merging.stream import torch_threads_kept
-    from finitune.namings.read import read_adapter
 
-    with torch_threads_kept(1):  # its tensors are small: waking threads for each costs more than it saves
-        reading = read_adapter(
-            TensorFile(one.file),
-            base.family,
-            shapes=weight_shapes(base),
-            weight_of=weights_of(base),
-            answers=request.answers(),
-        )
-    errors = [finding for finding in reading.findings if finding.level is Level.ERROR]
-    unusable = [finding for finding in errors if finding.code == "ADAPTER-NONFINITE"]
-    report.findings.extend(finding for finding in reading.findings if finding not in errors)
-    left_out = len(reading.left_out)
-    if unusable or (errors and not request.allow_unmatched) or not len(reading.adapter):
-        report.findings.extend(errors)
-        first = (unusable or errors or [None])[0]
-        raise AdapterError(
-            f"{one.path.name} cannot be merged: " + (first.message if first else "it holds no module's change"),
-            code=first.code if first else "MERGE-NOTHING",
-            subject=str(one.path),
-            evidence={"errors": len(errors), "unmatched": left_out, "sites": len(reading.adapter)},
-            remedy=f"See all that is wrong: finitune check {one.path}"
-            + (". Or merge the rest: --allow-unmatched" if left_out and not unusable and len(reading.adapter) else ""),
-        )
-    if errors:
-        message = (
-            f"{left_out} tensors of {one.path.name} have no place in the base, and are left out: {errors[0].message}"
-        )
-        report.add(Level.WARNING, "MERGE-UNMATCHED", errors[0].subject, message, tensors=left_out)
+    name, own = one.path.name, Report(report.verb)
+    try:
+        leave, answers = request.allow_unmatched, request.answers()
+        reading = open_adapter(one.path, own, model, allow_unmatched=leave, answers=answers).reading
+    except FinituneError as error:
+        error.evidence["file"] = name
+        raise
+    finally:
+        report.findings.extend(of_file(finding, name) for finding in own.findings)
+    if reading.errors:
+        count = len(reading.left_out)
+        message = f"{count} tensors of {name} are left out, as allowed; the warnings tell which and why"
+        report.add(Level.WARNING, "MERGE-UNMATCHED", reading.errors[0].subject, message, tensors=count, file=name)
     if reading.adapter.embeddings:
-        message = (
-            f"{len(reading.adapter.embeddings)} learned token vectors are in {one.path.name}; a model has no place"
-        )
+        message = f"{len(reading.adapter.embeddings)} learned token vectors are in {name}; a model has no place for any"
         report.add(Level.NOTE, "MERGE-EMBEDDINGS", next(iter(reading.adapter.embeddings)), message)
-    return Source(one.path.name, reading.adapter, one.strength)
+    return Source(name, reading.adapter, one.strength)
+
+
+def of_file(finding: Finding, name: str) -> Finding:
+    """A finding about an adapter, with the name of its file: there may be several."""
+    return replace(finding, subject=finding.subject or name, evidence={**finding.evidence, "file": name})
 
 
 def plan_checked(base: Base, sources: Sequence[Source], request: Request, report: Report) -> Plan:
     """The plan, of which every module is accounted for; raises AdapterError where none matches, or one does not."""
     from finitune.merging.plan import make_plan
 
-    plan = make_plan(base, sources, request.torch_dtype())
+    plan = make_plan(base, sources, torch_dtype(request.dtype))
     figures = {
         "tensors_total": len(plan.tensors) + len(plan.scales),
         "tensors_adapted": len(plan.adapted),
@@ -198,7 +196,7 @@ def plan_checked(base: Base, sources: Sequence[Source], request: Request, report
         )
     if plan.unmatched:
         name, site = plan.unmatched[0]
-        what = f"{len(plan.unmatched)} modules of the adapters are not in the base, such as {site} of {name}"
+        what = f"modules of the adapters that are not in the base: {len(plan.unmatched)}, such as {site} of {name}"
         if not request.allow_unmatched:
             raise AdapterError(
                 what,
@@ -220,7 +218,6 @@ def surveyed(
     """Survivals estimated before anything is written, where that is asked for; weak tensors then become fp32."""
     from finitune.merging.plan import with_precise
     from finitune.merging.stream import in_lanes
-    from finitune.merging.survival import FAINT
     from finitune.merging.work import Job, survey
 
     if not (request.dry_run or request.keep_precise):
@@ -233,10 +230,11 @@ def surveyed(
     known = {p.entry: survival for p, survival in zip(adapted, found, strict=True)}
     if not request.keep_precise:
         return plan, known
-    faint = {p.key for p in adapted if (survival := known[p.entry]) and not survival.kept >= FAINT}
+    least = request.least_survival()
+    faint = {p.key for p in adapted if (survival := known[p.entry]) and survival.kept < least}
     if faint:
         message = (
-            f"{len(faint)} tensors are stored in fp32: in their own format less than {FAINT:.0%} of the change is left"
+            f"{len(faint)} tensors are stored in fp32: in their own format less than {least:.0%} of the change is left"
         )
         report.add(Level.NOTE, "MERGE-KEPT-PRECISE", str(min(faint, key=str)), message, tensors=len(faint))
     return with_precise(plan, faint), {p.entry: known[p.entry] for p in adapted if p.key not in faint}
@@ -273,26 +271,30 @@ def demand_unchanged(base: Base, state: dict[Path, tuple[int, int]]) -> None:
         )
 
 
-def told(report: Report, outcomes: Sequence[Outcome], checked: Checked) -> None:
-    """The figures of what was done and of what was read back."""
+def tell_done(report: Report, outcomes: Sequence[Outcome], checked: Checked) -> None:
+    """The figures of what was done and of what was read back, and a warning where the base itself is not finite."""
     report.figures["overflow"] = 0  # one would have ended the merge
     report.figures["readback_checked"] = checked.tensors
     report.figures["readback_mismatches"] = len(checked.mismatches)
     report.figures["readback_compared"] = checked.compared
     report.figures["correctly_rounded"] = checked.correctly_rounded
-    tell_survival(report, {outcome.key: outcome.survival for outcome in outcomes if outcome.survival})
+    if copied := sum(outcome.copied for outcome in outcomes):
+        report.figures["copied_scanned_share"] = sum(outcome.watched for outcome in outcomes) / copied
     broken = [outcome for outcome in outcomes if outcome.nonfinite]
     if broken:
         count = sum(outcome.nonfinite for outcome in broken)
-        message = f"the base itself holds {count} numbers that are not finite, in {len(broken)} adapted tensors"
-        report.add(Level.WARNING, "MERGE-BASE-NONFINITE", broken[0].key, message, numbers=count, tensors=len(broken))
-
-
-def tell_survival(report: Report, found: dict[str, Survival]) -> None:
-    """How much of the change is left."""
-    from finitune.merging.survival import report_survival
-
-    report_survival(report, found, PRECISE)
+        first = f"{broken[0].key}{list(broken[0].place)}"
+        report.add(
+            Level.WARNING,
+            "MERGE-BASE-NONFINITE",
+            broken[0].key,
+            f"the base itself holds {count} numbers that are not finite, in {len(broken)} tensors, first at {first}",
+            remedy="The output has them too. The base is damaged, or was saved after a run that went wrong: get it "
+            "again, and see all that is wrong: finitune check MODEL",
+            numbers=count,
+            tensors=len(broken),
+            first=list(broken[0].place),
+        )
 
 
 def is_adapter(path: Path) -> bool:
@@ -319,7 +321,7 @@ def onto_adapter(request: Request, report: Report) -> Report:
         out=request.out,
         rank=request.rank,
         energy=request.energy,
-        dtype=request.torch_dtype(),
+        dtype=torch_dtype(request.dtype),
         allow_unmatched=request.allow_unmatched,
         answers=request.answers(),
     )

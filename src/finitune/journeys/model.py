@@ -20,7 +20,7 @@ SHIPPED = ("pico-anima",)
 OUTPUT = Path("finitune-out")
 UNTYPED = (  # each command has its own
     *("model", "precision", "plan", "out", "headroom_bits", "prompts"),
-    *("adapter", "merge_first"),
+    *("adapter", "merge_first", "dora_side", "glora_order", "zero_alpha", "scale"),
 )
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finitune.errors import FinituneError, UsageError
-from finitune.journeys.adapters import Doubts
-from finitune.journeys.convert import Dtype, torch_dtype
+from finitune.journeys.adapters import Doubts, Dtype, torch_dtype
 from finitune.journeys.model import OUTPUT
 from finitune.report import Level, Report
 

@@ -1,33 +1,94 @@
-"""Adapter files in and out: none is taken before all of it is accounted for, none is left that does not read back."""
+"""Adapter files in and out: none is taken before all of it is accounted for, none is left that does not read back.
+
+Every verb that takes an adapter file opens it here, and every verb that makes one puts it in place here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from torch import Tensor
 
-from finitune.adapters import AdapterSet
+from finitune.adapters import AdapterSet, SiteAdapter, algorithm_of
+from finitune.adapters.core import Shape
 from finitune.adapters.difference import change_error
 from finitune.errors import AdapterError, FileError, UsageError
 from finitune.files.tensorfile import TensorFile
-from finitune.files.writer import save_tensors, write_atomically
+from finitune.files.writer import save_tensors, staged, write_text
+from finitune.merging.bases import Base
+from finitune.merging.pairing import as_family, model_of, open_checkpoint, weight_shapes
+from finitune.merging.stream import torch_threads_kept
 from finitune.models.spec import ModelSpec
-from finitune.namings.core import Answers, Reading
+from finitune.namings.blocks import doubtful_blocks
+from finitune.namings.core import PEFT_CONFIG, PEFT_TENSORS, Answers, Reading, tensors_in
 from finitune.namings.metadata import Receipt
+from finitune.namings.notes import SCALE_UNKNOWN
 from finitune.namings.read import read_adapter
 from finitune.namings.resolve import Resolver
 from finitune.namings.write import WRITABLE, Written, write_adapter
-from finitune.report import Level, Report
+from finitune.report import Finding, Level, Report
 
 AS_WRITTEN = Answers(dora_side="out", glora_order="new", zero_alpha="zero")
 """How we write what shapes alone may leave open."""
-PEFT_FILE = "adapter_model.safetensors"
+UNFORGIVABLE = frozenset({"ADAPTER-NONFINITE", SCALE_UNKNOWN})
+"""Errors about numbers: no leave to leave tensors out makes warnings of them."""
 READ_BACK = 1e-6
 """The relative error of a change up to which it reads back as the same: the rounding of fp32 factors."""
 MUCH = 1e-2
 """The relative error of a module's change, or the share of numbers that became zero, from which a warning is due."""
+
+
+def no_tensor(name: str) -> None:
+    """Reads a tensor of a model that is not at hand."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that an adapter is for, as far as it is known: its family, its weights' shapes by component and site.
+
+    `tensor` reads one of its tensors by site and parameter ("transformer.proj_out.weight"), any float dtype; None where
+    it has none.
+    """
+
+    family: ModelSpec | None = None
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    tensor: Callable[[str], Tensor | None] = no_tensor
+
+    @classmethod
+    def of(cls, base: Base) -> Model:
+        """A model on disk, of its family or of its own modules; headers alone are read until a tensor is asked for."""
+        family = model_of(base)
+        base = as_family(base, family)
+        checkpoint = open_checkpoint(base)
+
+        def tensor(name: str) -> Tensor | None:
+            return checkpoint.read(name) if name in checkpoint.sources else None
+
+        return cls(family, weight_shapes(base), tensor)
+
+    @classmethod
+    def loaded(cls, family: ModelSpec, holder: object) -> Model:
+        """A model in memory, whose components are attributes of `holder`, a pipeline say."""
+        tensors = {
+            f"{component.name}.{name}": parameter
+            for component in family.adapters.components
+            for name, parameter in getattr(holder, component.name).named_parameters(remove_duplicate=False)
+        }
+        weights = {name.removesuffix(".weight"): t for name, t in tensors.items() if name.endswith(".weight")}
+        return cls(family, {site: tuple(weight.shape) for site, weight in weights.items()}, tensors.get)
+
+    def weight(self, site: str) -> Tensor | None:
+        """The weight at a site."""
+        return self.tensor(f"{site}.weight")
+
+    def bias(self, site: str) -> Tensor | None:
+        """The bias at a site."""
+        return self.tensor(f"{site}.bias")
 
 
 @dataclass(frozen=True)
@@ -41,7 +102,7 @@ class Source:
     @property
     def receipt(self) -> tuple[str, str]:
         """Name and fingerprint."""
-        return self.path.name, TensorFile(self.path).fingerprint()
+        return self.path.name, TensorFile(tensors_in(self.path)).fingerprint()
 
 
 @dataclass(frozen=True)
@@ -51,6 +112,15 @@ class Form:
     spelling: str
     dtype: torch.dtype | None = None
     metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a written file has to read back as: an adapter of a family, whose change may be off by `error` already."""
+
+    adapter: AdapterSet
+    family: ModelSpec
+    error: float = 0.0
 
 
 def demand_other(out: Path, sources: Sequence[Path]) -> None:
@@ -65,31 +135,101 @@ def demand_other(out: Path, sources: Sequence[Path]) -> None:
             )
 
 
-def open_adapter(
-    path: Path, report: Report, *, allow_unmatched: bool = False, answers: Answers | None = None
-) -> Source:
-    """An adapter file of which every tensor is accounted for; its findings go to the report.
+def read_for(path: Path, model: Model, answers: Answers | None = None) -> Reading:
+    """An adapter file, or PEFT folder, read as one for a model; raises as `read_adapter` does."""
+    with torch_threads_kept(1):  # the tensors are small: waking threads for each costs more than it saves
+        file = TensorFile(tensors_in(path))
+        reading = read_adapter(file, model.family, shapes=model.shapes, weight_of=model.weight, answers=answers)
+    if model.family is None or not model.shapes:
+        return reading
+    doubts = doubtful_blocks(reading.adapter, model.shapes, model.family, reading.metadata)
+    return replace(reading, findings=(*reading.findings, *doubts))
 
-    Raises AdapterError (ADAPTER-INCOMPLETE) where they hold an error. `allow_unmatched` makes warnings of those about
-    tensors that have no place; numbers that are not finite stay errors. `answers` decide what the file leaves open.
+
+def settled(reading: Reading, scale: float | None) -> Reading:
+    """The reading as it may be used, where nothing in the file states a scale (ADAPTER-SCALE-UNKNOWN).
+
+    With a `scale` (alpha / rank) the modules have it, and the finding says so at level note; without one, the finding
+    is an error. Any other reading stays as it is.
     """
-    path = path / PEFT_FILE if path.is_dir() else path
-    reading = read_adapter(TensorFile(path), answers=answers)
-    broken = 0
-    for finding in reading.findings:
-        if finding.level is Level.ERROR and allow_unmatched and finding.code != "ADAPTER-NONFINITE":
-            finding = replace(finding, level=Level.WARNING)
-        broken += finding.level is Level.ERROR
-        report.findings.append(replace(finding, evidence={**finding.evidence, "file": path.name}))
-    if broken or reading.family is None or not len(reading.adapter):
+    if all(finding.code != SCALE_UNKNOWN for finding in reading.findings):
+        return reading
+    findings = tuple(judged(one, scale) if one.code == SCALE_UNKNOWN else one for one in reading.findings)
+    if scale is None:
+        return replace(reading, findings=findings)
+    sites = {site: with_scale(one, scale) for site, one in reading.adapter.sites.items()}
+    return replace(reading, adapter=replace(reading.adapter, sites=sites), findings=findings)
+
+
+def judged(finding: Finding, scale: float | None) -> Finding:
+    """The finding that a scale is stated nowhere, once a person has been asked for it."""
+    if scale is not None:
+        return replace(finding, level=Level.NOTE, message=f"nothing states the scale: {scale:g}, as asked", remedy="")
+    message = "the scale is stated nowhere: PEFT keeps alpha outside of the tensors, and that is missing"
+    return replace(finding, level=Level.ERROR, message=message)
+
+
+def with_scale(adapter: SiteAdapter, scale: float) -> SiteAdapter:
+    """The adapter at a scale, where it has a rank and none was stated."""
+    rank = algorithm_of(adapter.algorithm).rank(adapter)
+    if rank is None or adapter.alpha is not None:
+        return adapter
+    return replace(adapter, alpha=scale * rank, rank_stabilised=False)
+
+
+def open_adapter(
+    path: Path,
+    report: Report,
+    model: Model = Model(),
+    *,
+    allow_unmatched: bool = False,
+    answers: Answers | None = None,
+) -> Source:
+    """An adapter file, or PEFT folder, of which every tensor is accounted for; its findings go to the report.
+
+    Raises AdapterError where they hold an error (ADAPTER-REFUSED), and where no table knows its modules
+    (ADAPTER-FAMILY-UNKNOWN). `allow_unmatched` makes warnings of errors but those of UNFORGIVABLE. `answers` decide
+    what the file leaves open. Adds to the figures `matched`, `unmatched` and `left_out`.
+    """
+    reading = settled(read_for(path, model, answers), answers and answers.scale)
+    findings = [forgiven(finding) if allow_unmatched else finding for finding in reading.findings]
+    report.findings.extend(findings)
+    counts = {"matched": reading.matched, "unmatched": len(reading.unmatched), "left_out": len(reading.left_out)}
+    for name, count in counts.items():
+        before = report.figures.get(name, 0)
+        report.figures[name] = count + (before if isinstance(before, int) else 0)
+    errors = [finding for finding in findings if finding.level is Level.ERROR]
+    if errors or not len(reading.adapter):
+        raise refused(path, reading, errors)
+    if reading.family is None:
         raise AdapterError(
-            f"{path}: {len(reading.unmatched)} of {len(reading.ledger)} tensors have no place, {broken} faults",
-            code="ADAPTER-INCOMPLETE",
+            f"{path}: no model that we know has these modules",
+            code="ADAPTER-FAMILY-UNKNOWN",
             subject=str(path),
-            evidence={"unmatched": [line.key for line in reading.unmatched[:5]], "sites": len(reading.adapter)},
-            remedy="The findings tell which and why. Where a part may be left out: --allow-unmatched.",
+            evidence={"sites": len(reading.adapter), "spelling": reading.spelling},
+            remedy="Name the model, or a checkpoint of it, whose own modules are taken then: --model.",
         )
     return Source(path, reading, reading.family)
+
+
+def forgiven(finding: Finding) -> Finding:
+    """A finding about tensors that may be left out as a warning; those about numbers stay what they are."""
+    forgivable = finding.level is Level.ERROR and finding.code not in UNFORGIVABLE
+    return replace(finding, level=Level.WARNING) if forgivable else finding
+
+
+def refused(path: Path, reading: Reading, errors: Sequence[Finding]) -> AdapterError:
+    """The error for a file that cannot be used; the findings have said why."""
+    lost, usable = len(reading.left_out), len(reading.adapter)
+    forgivable = usable and lost and all(error.code not in UNFORGIVABLE for error in errors)
+    leave = " Where a part may be left out: --allow-unmatched." if forgivable else ""
+    return AdapterError(
+        f"{path} cannot be used: {len(errors)} errors, {lost} of {len(reading.ledger)} tensors without use",
+        code="ADAPTER-REFUSED",
+        subject=str(path),
+        evidence={"errors": len(errors), "left_out": [line.key for line in reading.left_out[:5]], "sites": usable},
+        remedy=f"The findings tell what is wrong; so does finitune check {path}.{leave}",
+    )
 
 
 def form_for(source: Source, dtype: torch.dtype | None, report: Report) -> Form:
@@ -109,55 +249,97 @@ def form_for(source: Source, dtype: torch.dtype | None, report: Report) -> Form:
 
 def put_adapter(
     path: Path, adapter: AdapterSet, family: ModelSpec, form: Form, receipt: Receipt, report: Report
-) -> Written:
-    """Write an adapter file, whole or not at all, after reading it back and comparing each site's change.
-
-    Figures `file_bytes`, `read_back_error`, `narrowing_error`, `flushed_share`. Raises FileError (READ-BACK).
-    """
+) -> Reading:
+    """Write an adapter file as `put_written` does; the adapter is what has to read back."""
     written = write_adapter(adapter, family, form.spelling, dtype=form.dtype, metadata=form.metadata, receipt=receipt)
+    return put_written(path, written, Expected(adapter, family), report)
+
+
+def put_written(path: Path, written: Written, expected: Expected, report: Report) -> Reading:
+    """Put the files of an adapter in place, whole or not at all, after reading them back and comparing each change.
+
+    `path` is a file, or for PEFT a folder. Figures `bytes`, `tensors`, `max_delta_error`, `narrowing_error`,
+    `flushed_share`; artifacts `adapter`, and where there are such `config` and `embeddings`. Returns what was read
+    back. Raises FileError (READ-BACK, FILE-NOT-WRITTEN).
+    """
+    folder = path.parent if written.config is None else path
+    names = file_names(written, path)
+    targets = [folder / name for name in names.values()]
+    with staged(targets) as temporaries, TemporaryDirectory(prefix=".partial-", dir=folder) as place:
+        save(written, Path(place), names)  # under their own names: PEFT's tensors need the other file beside them
+        back = read_back(Path(place) / names["adapter"], written, expected, report)
+        for name, temporary in zip(names.values(), temporaries, strict=True):
+            (Path(place) / name).replace(temporary)
+    report.artifacts |= {what: str(folder / name) for what, name in names.items()}
+    report.figures["bytes"] = (folder / names["adapter"]).stat().st_size
+    tell_written(written, names, report)
+    return back
+
+
+def file_names(written: Written, path: Path) -> dict[str, str]:
+    """The files of an adapter, by what they are."""
+    names = {"adapter": path.name if written.config is None else PEFT_TENSORS}
     if written.config is not None:
-        raise UsageError(
-            "a PEFT adapter is a folder, which this verb does not write",
-            code="SPELLING-NOT-WRITTEN",
-            subject=form.spelling,
-            remedy="Write kohya's spelling, then: finitune convert FILE --to peft.",
-        )
-    drift = 0.0
-
-    def write(temporary: Path) -> None:
-        nonlocal drift
-        save_tensors(temporary, written.tensors, written.metadata)
-        drift = read_back(temporary, adapter, family, written)
-
-    write_atomically(path, write)
-    share = written.flushed / written.nonzero if written.nonzero else 0.0
-    report.figures |= {"file_bytes": path.stat().st_size, "read_back_error": drift}
-    report.figures |= {"narrowing_error": written.narrowing_error, "flushed_share": share}
-    report.findings.extend(written.findings)
-    report.artifacts["adapter"] = str(path)
-    if written.narrowing_error > MUCH or share > MUCH:
-        message = f"in this dtype a module's change is off by {written.narrowing_error:.1%}, {share:.1%} became zero"
-        report.add(Level.WARNING, "NARROWED", str(path), message, remedy="Write --dtype bf16 or fp32.")
+        names["config"] = PEFT_CONFIG
     if written.embeddings:
-        names = sorted(written.embeddings)
-        message = f"{len(names)} learned token vectors have no place in this spelling and were left out"
-        report.add(Level.WARNING, "EMBEDDINGS-LEFT-OUT", str(path), message, tokens=names)
-    return written
+        names["embeddings"] = f"{Path(names['adapter']).stem}-embeddings.safetensors"
+    return names
 
 
-def read_back(path: Path, adapter: AdapterSet, family: ModelSpec, written: Written) -> float:
-    """The largest relative error of a site's change in the file; raises FileError where it is not the rounding's."""
-    reading = read_adapter(TensorFile(path), resolver=Resolver.of_model(family), answers=AS_WRITTEN)
-    sites = dict.fromkeys((*adapter, *reading.adapter))
-    errors = {site: change_error(reading.adapter.sites.get(site), adapter.sites.get(site)) for site in sites}
+def save(written: Written, folder: Path, names: Mapping[str, str]) -> None:
+    """Write the files of an adapter into a folder."""
+    save_tensors(folder / names["adapter"], written.tensors, written.metadata)
+    if written.config is not None:
+        write_text(folder / names["config"], json.dumps(written.config, indent=2))
+    if written.embeddings:
+        save_tensors(folder / names["embeddings"], written.embeddings, {"format": "pt"})
+
+
+def tell_written(written: Written, names: Mapping[str, str], report: Report) -> None:
+    """What was written, and what of it should be known."""
+    error, share = written.narrowing_error, written.flushed_share
+    report.figures |= {"tensors": len(written.tensors), "narrowing_error": error, "flushed_share": share}
+    report.findings.extend(written.findings)
+    if error > MUCH or share > MUCH:
+        report.add(
+            Level.WARNING,
+            "NARROWED",
+            names["adapter"],
+            f"in this dtype a module's change is off by {error:.1%}, and {share:.1%} of the numbers became zero",
+            remedy="Write --dtype bf16, which has fp32's range, or fp32.",
+            flushed=written.flushed,
+            nonzero=written.nonzero,
+        )
+    if written.embeddings:
+        tokens = sorted(written.embeddings)
+        message = f"{len(tokens)} learned token vectors are in a file of their own: this spelling has no place for them"
+        report.add(Level.NOTE, "EMBEDDINGS-APART", names["embeddings"], message, tokens=tokens)
+
+
+def read_back(path: Path, written: Written, expected: Expected, report: Report) -> Reading:
+    """The file as it reads back; raises FileError (READ-BACK) where a site's change is further off than it may be.
+
+    Of a site whose numbers became zero nothing may be left, which is told by other means.
+    """
+    source, family = expected.adapter, expected.family
+    back = read_adapter(TensorFile(path), resolver=Resolver.of_model(family), answers=AS_WRITTEN)
+    sites = dict.fromkeys((*source, *back.adapter))
+    errors = {site: change_error(back.adapter.sites.get(site), source.sites.get(site)) for site in sites}
     worst = max(errors, key=errors.__getitem__)
-    faults = [finding.message for finding in reading.findings if finding.level is Level.ERROR]
-    if faults or reading.unmatched or not errors[worst] <= READ_BACK + 2 * written.narrowing_error:
+    allowed = 1.0 if written.flushed else READ_BACK + 4 * (written.narrowing_error + expected.error)
+    report.figures["max_delta_error"] = errors[worst]
+    faults = [finding.message for finding in back.errors]
+    if faults or back.unmatched or not errors[worst] <= allowed:
         raise FileError(
             f"the file does not read back as what was written: {worst} is off by {errors[worst]:.1e}",
             code="READ-BACK",
             subject=worst,
-            evidence={"error": errors[worst], "unmatched": len(reading.unmatched), "faults": faults[:3]},
+            evidence={
+                "error": errors[worst],
+                "allowed": allowed,
+                "unmatched": len(back.unmatched),
+                "faults": faults[:3],
+            },
             remedy="Nothing was left behind. This is a bug: open an issue with this report.",
         )
-    return errors[worst]
+    return replace(back, family=family)

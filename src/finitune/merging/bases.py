@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,30 @@ from finitune.files.keymap import KeyMap, match
 from finitune.files.sniff import read_text
 from finitune.files.tensorfile import INDEX_SUFFIX, TensorFile
 from finitune.models import MODELS
+from finitune.models.sites import AdapterSites, ComponentSites
 from finitune.models.spec import ModelSpec
 from finitune.namings.core import Landing
 from finitune.namings.resolve import Parameter, Resolver
 
 ENDING = ".safetensors"
 KNOWN_BY = 200
-"""How many keys, evenly spaced, tell the family."""
+"""How many keys, evenly spaced, tell which family is likeliest."""
+
+NEARLY_ALL = 0.9
+"""The share of the weights where the denoiser lies that a family's tables must know.
+
+They know all in every release of the family. Models derived from one add a few (a guidance embedder is about a
+twentieth), and adapters of the family still fit; one that merely shares some words of its names falls far below.
+"""
+
+WRAPPINGS = ("model.diffusion_model.", "diffusion_model.", "net.")
+"""What stands before all names of a denoiser in some checkpoints, and before none in adapters."""
+
+ROLES = {
+    **dict.fromkeys(("transformer", "unet"), ("unet", "transformer")),
+    **{"text_encoder": ("te", "te1"), "text_encoder_2": ("te2",), "text_encoder_3": ("te3",)},
+}
+"""kohya's names of the components of a model that no table knows."""
 
 SAMPLED_BYTES = 4096
 
@@ -41,7 +58,7 @@ class Base:
     """A model on disk. `files` are its safetensors by component, or one under "" where it is no folder.
 
     `others` are the files of a folder that are copied as they are, `left_out` those that are not: other forms of the
-    same weights. `renames` takes odd keys to known ones.
+    same weights. `renames` takes odd keys to known ones. `resolver` knows its modules: the family's, or its own.
     """
 
     path: Path
@@ -50,7 +67,7 @@ class Base:
     others: tuple[Path, ...] = ()
     left_out: tuple[Path, ...] = ()
     renames: KeyMap | None = None
-    resolver: Resolver | None = field(default=None)
+    resolver: Resolver | None = None
 
     def __iter__(self) -> Iterator[Key]:
         for component, file in self.files.items():
@@ -105,8 +122,7 @@ def open_base(path: Path, renames: KeyMap | None = None) -> Base:
         files, others, left_out = open_folder(path)
     bare = Base(path, files, None, others, left_out, renames)
     family = family_of(bare)
-    resolver = Resolver.of_model(family) if family else None
-    return Base(path, files, family, others, left_out, renames, resolver)
+    return replace(bare, family=family, resolver=Resolver.of_model(family or own_model(bare)))
 
 
 def open_folder(folder: Path) -> tuple[dict[str, TensorFile], tuple[Path, ...], tuple[Path, ...]]:
@@ -151,13 +167,91 @@ def hidden(path: Path, folder: Path) -> bool:
 
 
 def family_of(base: Base) -> ModelSpec | None:
-    """The family whose tables know most of the tensors, by its widths where two know as many; None under a half."""
+    """The family that a model is of, with the modules that it has beside the family's; None for one of no family.
+
+    It is the one whose tables know most of the tensors, by its widths where two know as many; if it passes `is_of`.
+    """
     keys = list(base)
     keys = keys[:: max(1, len(keys) // KNOWN_BY)]
     scores = [(score(base, keys, model), model) for model in MODELS]
     highest = max(points for points, _ in scores)
     best = [model for points, model in scores if points == highest]
-    return best[0] if 2 * highest[0] >= len(keys) and len(best) == 1 else None
+    if not highest[0] or len(best) > 1:
+        return None
+    weights = weights_in(base, best[0])
+    return with_own(best[0], weights) if is_of(best[0], weights) else None
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as a family sees it: the component that it is known to be in, or None for a stranger.
+
+    `place` is the component's folder, or the prefix in a whole checkpoint; `name` is the module's, without it.
+    """
+
+    place: str
+    name: str
+    component: str | None
+
+
+def weights_in(base: Base, model: ModelSpec) -> list[Weight]:
+    """What adapters can be for: the tensors of two dimensions or more that are a module's weight."""
+    resolver = Resolver.of_model(model)
+    prefixes = sorted({p for c in model.adapters.components for p in (*c.single_file, "")}, key=len, reverse=True)
+    weights: list[Weight] = []
+    for key in base:
+        found, (module, _, last) = find(resolver, base, key), base.known_name(key).rpartition(".")
+        if len(base.shape(key)) > 1 and (found[1] if found else last) == "weight":
+            prefix = "" if key.file else next(prefix for prefix in prefixes if f"{module}.".startswith(prefix))
+            component = found[0].component if found else None
+            weights.append(Weight(key.file or prefix, module.removeprefix(prefix), component))
+    return weights
+
+
+def is_of(model: ModelSpec, weights: Sequence[Weight]) -> bool:
+    """Whether a family's tables know NEARLY_ALL weights where they find the denoiser; without one, of all.
+
+    Beside the denoiser there may be what no table has, a VAE for one. And a text encoder does not make a family: others
+    have it too.
+    """
+    denoisers = {component.name for component in model.adapters.components if "unet" in component.roles}
+    places = {weight.place for weight in weights if weight.component in denoisers}
+    judged = [weight for weight in weights if weight.place in places] or weights
+    known = sum(weight.component is not None for weight in judged)
+    return known > 0 and known >= NEARLY_ALL * len(judged)
+
+
+def with_own(model: ModelSpec, weights: Sequence[Weight]) -> ModelSpec:
+    """The family, and in its denoiser the modules that a checkpoint has there and the tables do not."""
+    places = {weight.place: weight.component for weight in reversed(weights) if weight.component}
+    own: dict[str | None, list[str]] = {}
+    for weight in weights:
+        if weight.component is None:
+            own.setdefault(places.get(weight.place), []).append(weight.name)
+    components = tuple(
+        replace(one, sites=(*one.sites, *own[one.name])) if one.name in own and "unet" in one.roles else one
+        for one in model.adapters.components
+    )
+    return replace(model, adapters=replace(model.adapters, components=components))
+
+
+def own_model(base: Base) -> ModelSpec:
+    """A model of no family: the modules that its tensors name, in the components that its folders name."""
+    names: dict[str, dict[str, None]] = {}
+    for key in base:
+        module, _, last = base.known_name(key).rpartition(".")
+        if module and last in ("weight", "bias"):
+            names.setdefault(key.file or "transformer", {})[module] = None
+    sites = AdapterSites(tuple(map(own_component, names.items())))
+    return ModelSpec("unknown", tuple(names), (), sites, "an unknown model")
+
+
+def own_component(item: tuple[str, Collection[str]]) -> ComponentSites:
+    """A component by its folder's name, and the modules in it."""
+    name, modules = item
+    prefix = next((prefix for prefix in WRAPPINGS if all(module.startswith(prefix) for module in modules)), "")
+    sites = tuple(module.removeprefix(prefix) for module in modules)
+    return ComponentSites(name, ROLES.get(name, (name,)), sites, single_file=(prefix,))
 
 
 def score(base: Base, keys: list[Key], model: ModelSpec) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from finitune.merging.bases import ENDING, Base
 from finitune.merging.plan import Plan, Planned
 from finitune.merging.stream import Lane, flushed_meanwhile, in_lanes, reserve
 from finitune.merging.survival import Survival
-from finitune.merging.work import Job, Manner, Outcome, copy_or_merge
+from finitune.merging.work import Job, Manner, Outcome, copy_file, copy_or_merge
 from finitune.progress import Progress
 from finitune.report import Level, Report
 
@@ -30,7 +30,7 @@ DEFAULT_SHARD = 5_000_000_000
 class OutFile:
     """One file to be written: a header and tensors, or the bytes of another file (`copy_of`), or a few bytes as such.
 
-    The jobs' places are in this file; their `path` is not known before it is begun.
+    The jobs' places are in this file; their `path` is not known before it is begun. `tensors` are those in `copy_of`.
     """
 
     path: Path
@@ -38,6 +38,7 @@ class OutFile:
     header: bytes = b""
     jobs: tuple[Job, ...] = ()
     copy_of: Path | None = None
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,17 @@ def lay_out(base: Base, plan: Plan, out: Path, shard_size: int | None, metadata:
             sharded = largest if file.path.name.endswith(INDEX_SUFFIX) else None
             files += shards_of(where, file, mine, shard_size or sharded, metadata)
         else:
-            sources = {file.path, *(entry.path for entry in file.entries.values())}
-            files += [copied(path, base.path, out) for path in sorted(sources)]
+            lying: dict[Path, dict[str, TensorEntry]] = {file.path: {}}
+            for one in mine:
+                lying.setdefault(one.entry.path, {})[str(one.key)] = one.entry
+            files += [copied(path, base.path, out, tensors) for path, tensors in sorted(lying.items())]
     files += [copied(path, base.path, out) for path in base.others]
     return sorted(files, key=lambda one: one.path.name.endswith(INDEX_SUFFIX))
 
 
-def copied(path: Path, folder: Path, out: Path) -> OutFile:
-    """A file of a folder at the same place in another."""
-    return OutFile(out / path.relative_to(folder), path.stat().st_size, copy_of=path)
+def copied(path: Path, folder: Path, out: Path, tensors: Mapping[str, TensorEntry] | None = None) -> OutFile:
+    """A file of a folder, with the tensors in it, at the same place in another."""
+    return OutFile(out / path.relative_to(folder), path.stat().st_size, copy_of=path, tensors=tensors or {})
 
 
 def shards_of(
@@ -228,23 +231,23 @@ def filled(
         with flushed_meanwhile([filling.place for filling in fillings if filling.file.jobs]):
             outcomes = in_lanes(units, work_on(manner, known, progress), longest_row(units))
         progress.finish("merge")
-        yield fillings, [outcome for outcome in outcomes if outcome is not None]
+        yield fillings, [outcome for found in outcomes for outcome in found]
 
 
 def work_on(
     manner: Manner, known: Mapping[TensorEntry, Survival | None], progress: Progress
-) -> Callable[[Lane, Job | Filling], Outcome | None]:
+) -> Callable[[Lane, Job | Filling], list[Outcome]]:
     """What a lane does with one piece of work."""
 
-    def work(lane: Lane, unit: Job | Filling) -> Outcome | None:
+    def work(lane: Lane, unit: Job | Filling) -> list[Outcome]:
         if isinstance(unit, Filling):
-            if unit.file.copy_of is not None:
-                lane.copy(unit.file.copy_of, 0, unit.place, 0, unit.file.size)
+            source = unit.file.copy_of
+            outcomes = [] if source is None else copy_file(lane, source, unit.place, unit.file.tensors)
             progress.advance("merge", unit.file.size)
-            return None
+            return outcomes
         outcome = copy_or_merge(lane, unit, manner, known.get(unit.source))
         progress.advance("merge", unit.dtype.itemsize * torch.Size(unit.shape).numel())
-        return outcome
+        return [outcome]
 
     return work
 

@@ -6,16 +6,16 @@ that one of them keeps fused (q, k and v) is met part by part. Any other tensor 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from finitune.errors import ModelError
 from finitune.files.tensorfile import TensorFile
-from finitune.merging.bases import Base
+from finitune.merging.bases import Base, Key, own_model
 from finitune.models import ModelSpec
-from finitune.models.sites import AdapterSites, ComponentSites
 from finitune.namings.core import Landing
 from finitune.namings.resolve import Parameter, Resolver
 
@@ -85,11 +85,29 @@ def part_of(tensor: Tensor, source: Source) -> Tensor:
         tensor = tensor.t()
     if landing.swapped:
         tensor = torch.cat(tensor.chunk(2)[::-1])
-    count = len(landing.sites)
-    if count == 1:
+    if len(landing.sites) == 1:
         return tensor
-    rows = source.inputs if landing.division == "by-input" else len(tensor) // count
-    return tensor.split([*[rows] * (count - 1), len(tensor) - rows * (count - 1)])[source.part]
+    return tensor.split(row_counts(landing, len(tensor), source.inputs))[source.part]
+
+
+def row_counts(landing: Landing, rows: int, inputs: int) -> list[int]:
+    """How many of the rows of a tensor each of its sites has; `inputs` are those of the weight.
+
+    Raises ModelError where they do not come out.
+    """
+    count = len(landing.sites)
+    each = inputs if landing.division == "by-input" else rows // count
+    counts = [each] * (count - 1)
+    counts.append(rows - sum(counts))
+    if count == 1 or (min(counts) > 0 and (landing.division == "by-input" or rows % count == 0)):
+        return counts
+    raise ModelError(
+        f"the {rows} rows of a fused tensor are not those of {', '.join(landing.sites)}",
+        code="MODEL-SHAPES",
+        subject=landing.sites[0],
+        evidence={"rows": rows, "inputs": inputs, "division": landing.division},
+        remedy="The checkpoint is of another model, or this bias cannot be divided: use the unfused model.",
+    )
 
 
 def open_checkpoint(base: Base) -> Checkpoint:
@@ -105,20 +123,30 @@ def open_checkpoint(base: Base) -> Checkpoint:
 def sources_of(base: Base) -> Iterator[Source]:
     """What each tensor of a model is."""
     found = base.landings()
-    widths = {
-        (landing.component, landing.sites): base.shape(key)[0 if landing.transposed else -1]
-        for key, (landing, parameter) in found.items()
-        if parameter == "weight" and base.shape(key)
-    }
+    widths = widths_of(base, found)
     for key in base:
         file = base.files[key.file]
         if key not in found:
             yield Source(file, key.name, folder=key.file)
             continue
         landing, parameter = found[key]
-        inputs = widths.get((landing.component, landing.sites), 0)
+        inputs = widths.get(module_of(landing), 0)
         for part in range(len(landing.sites)):
             yield Source(file, key.name, landing, part, inputs, parameter, key.file)
+
+
+def widths_of(base: Base, found: Mapping[Key, tuple[Landing, Parameter]]) -> dict[tuple[str, ...], int]:
+    """{module: inputs of its weight}: a fused bias is divided by these too, and has none itself."""
+    return {
+        module_of(landing): base.shape(key)[0 if landing.transposed else 1]
+        for key, (landing, parameter) in found.items()
+        if parameter == "weight" and len(base.shape(key)) > 1
+    }
+
+
+def module_of(landing: Landing) -> tuple[str, ...]:
+    """A module of a checkpoint, by its component and sites."""
+    return landing.component, *landing.sites
 
 
 def weight_shapes(base: Base) -> dict[str, tuple[int, ...]]:
@@ -130,27 +158,11 @@ def weight_shapes(base: Base) -> dict[str, tuple[int, ...]]:
     }
 
 
-def weights_of(base: Base) -> Callable[[str], Tensor | None]:
-    """Reads a model's weights by component and module, when asked for one; None for a module that it does not have."""
-    checkpoint = open_checkpoint(base)
-
-    def weight_of(site: str) -> Tensor | None:
-        name = f"{site}.weight"
-        return checkpoint.read(name) if name in checkpoint.sources else None
-
-    return weight_of
-
-
 def model_of(base: Base) -> ModelSpec:
     """The family of a model; for one that no table knows, the modules that its own tensors name."""
-    if base.family is not None:
-        return base.family
-    keys = (key.name.rpartition(".") for key in base)
-    names = tuple(dict.fromkeys(name for name, _, last in keys if last in ("weight", "bias")))
-    sites = AdapterSites((ComponentSites("transformer", ("unet", "transformer"), names),))
-    return ModelSpec("unknown", ("transformer",), (), sites, "an unknown model")
+    return base.family or own_model(base)
 
 
 def as_family(base: Base, family: ModelSpec) -> Base:
     """The same model, its tensors taken for those of `family`."""
-    return replace(base, family=family, resolver=Resolver.of_model(family))
+    return base if family is base.family else replace(base, family=family, resolver=Resolver.of_model(family))

@@ -15,9 +15,11 @@ from finitune.adapters.weight import Strong
 from finitune.errors import AdapterError, ModelError
 from finitune.files.tensorfile import TensorEntry
 from finitune.merging.bases import Base, Key
+from finitune.merging.pairing import module_of, row_counts, widths_of
 from finitune.merging.recipe import Change, Part
 from finitune.merging.scaled import Scale, demand_one_scale, scales_of
 from finitune.namings.core import Landing
+from finitune.namings.resolve import Parameter
 from finitune.namings.shelf import outlined
 from finitune.report import Table
 
@@ -82,6 +84,7 @@ def make_plan(base: Base, sources: Sequence[Source], dtype: torch.dtype | None =
     Raises AdapterError where an adapter does not fit the base.
     """
     found = base.landings()
+    widths = widths_of(base, found)
     acting = sites_of(sources)
     used: set[str] = set()
     tensors: list[Planned] = []
@@ -94,7 +97,10 @@ def make_plan(base: Base, sources: Sequence[Source], dtype: torch.dtype | None =
             if name in by_scale:
                 hidden[key] = Key(component, by_scale[name])
                 continue
-            change = change_of(base, key, *found[key], acting, used) if key in found else None
+            change = None
+            if key in found:
+                inputs = widths.get(module_of(found[key][0]), 0)
+                change = change_of(key, entry.shape, found[key], inputs, acting, used)
             if change and not entry.torch_dtype.is_floating_point:
                 raise no_numbers(key, entry)
             if change:
@@ -117,17 +123,25 @@ def sites_of(sources: Sequence[Source]) -> dict[str, list[Strong]]:
 
 
 def change_of(
-    base: Base, key: Key, landing: Landing, parameter: str, acting: Mapping[str, list[Strong]], used: set[str]
+    key: Key,
+    shape: Shape,
+    found: tuple[Landing, Parameter],
+    inputs: int,
+    acting: Mapping[str, list[Strong]],
+    used: set[str],
 ) -> Change | None:
-    """What becomes of one tensor, None where nothing acts on it; adds the parameters it found to `used`."""
-    shape = base.shape(key)
+    """What becomes of one tensor, None where nothing acts on it; adds the parameters it found to `used`.
+
+    `inputs` are those of its module's weight. Raises AdapterError or ModelError where an adapter does not fit.
+    """
+    landing, parameter = found
     sites = [f"{landing.component}.{site}" for site in landing.sites]
     if not any(site in acting for site in sites):
         return None
     laid = shape[::-1] if landing.transposed else shape
     parts: list[Part] = []
     begin = 0
-    for site, rows in zip(sites, row_counts(landing, laid, len(sites)), strict=True):
+    for site, rows in zip(sites, row_counts(landing, laid[0] if laid else 1, inputs), strict=True):
         adapters = [strong for strong in acting.get(site, ()) if acts_on(strong[0], parameter, rows)]
         if adapters:
             used.add(f"{site}.{parameter}")
@@ -139,29 +153,6 @@ def change_of(
         return None
     wider = new_shape(shape, parts, parameter)
     return Change(parameter, tuple(parts), shape, wider, landing.swapped, landing.transposed)
-
-
-def row_counts(landing: Landing, shape: Shape, count: int) -> list[int]:
-    """How many rows each site of a tensor has; raises ModelError where they do not come out."""
-    rows = shape[0] if shape else 1
-    if count == 1:
-        return [rows]
-    if landing.division == "equal":
-        counts = [rows // count] * count
-    elif len(shape) > 1:
-        counts = [shape[1]] * (count - 1)
-        counts.append(rows - sum(counts))
-    else:
-        counts = []
-    if sum(counts) != rows or min(counts, default=0) <= 0:
-        raise ModelError(
-            f"the {rows} rows of a fused tensor are not those of {', '.join(landing.sites)}",
-            code="MODEL-SHAPES",
-            subject=landing.sites[0],
-            evidence={"shape": list(shape), "division": landing.division},
-            remedy="The checkpoint is of another model, or this bias cannot be divided: use the unfused model.",
-        )
-    return counts
 
 
 def acts_on(adapter: SiteAdapter, parameter: str, rows: int) -> bool:
@@ -234,7 +225,7 @@ def tables(plan: Plan, base: Base, sources: Sequence[Source]) -> list[Table]:
     kinds: Counter[tuple[str, ...]] = Counter()
     sizes: Counter[tuple[str, ...]] = Counter()
     for one in plan.tensors:
-        dtypes = f"{short(one.entry.torch_dtype)} to {short(one.dtype)}"
+        dtypes = " to ".join(dict.fromkeys((short(one.entry.torch_dtype), short(one.dtype))))
         if one.change:
             acting = [strong for part in one.change.adapted for strong in part.adapters]
             algorithms = ", ".join(sorted({algorithm_of(a.algorithm).title for a, _ in acting}))

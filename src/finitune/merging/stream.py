@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -82,11 +83,25 @@ class Lane:
 
     def copy(self, source: Path, begin: int, target: Path, at: int, size: int) -> None:
         """Copy bytes from file to file."""
+        for _ in self.copied(source, begin, target, at, size):
+            pass
+
+    def copied(self, source: Path, begin: int, target: Path, at: int, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Copy bytes from file to file; each part as it passes, with the number of bytes before it."""
         for done in range(0, size, len(self.coming)):
             self.check()
             part = self.coming[: min(len(self.coming), size - done)]
             self.read_bytes(source, begin + done, part)
             self.write(target, at + done, part)
+            yield done, part
+
+    def copy_tensor(self, entry: TensorEntry, target: Path, at: int) -> Holes:
+        """Copy a tensor's bytes, looking at each part while it lies in the processor's cache."""
+        dtype, holes = entry.torch_dtype, Holes()
+        for done, part in self.copied(entry.path, entry.begin, target, at, entry.size_bytes):
+            if dtype.is_floating_point and not is_finite(part.view(dtype)):
+                holes.look(part.view(dtype).double(), done // dtype.itemsize)
+        return holes
 
     def open(self, path: Path, mode: str) -> BinaryIO:
         """The lane's own unbuffered handle of a file."""
@@ -104,6 +119,37 @@ class Lane:
         for file in self.files.values():
             file.close()
         self.files.clear()
+
+
+@dataclass
+class Holes:
+    """The elements of a tensor that are not finite: how many, and the flat index of the first, if any."""
+
+    count: int = 0
+    first: int | None = None
+
+    def look(self, wide: Tensor, begin: int) -> None:
+        """Take in some elements in fp64 or fp32, whose first has the flat index `begin`; the parts come in order."""
+        bad = ~wide.reshape(-1).isfinite()
+        count = int(bad.sum())
+        if count and self.first is None:
+            self.first = begin + int(bad.int().argmax())
+        self.count += count
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether all elements of a contiguous floating tensor are finite, by their bits.
+
+    Of bits without sign, infinities and NaNs are those beyond the largest number. So the largest integer tells for
+    positive elements, and, with the sign bit on top, the largest unsigned one for negative ones. Integers are compared
+    at the speed of the cache, which no torch function reaches for half precision.
+    """
+    width = f"{values.dtype.itemsize}"
+    bits = numpy_of(values.view(-1).view(torch.uint8))
+    largest = torch.tensor([torch.finfo(values.dtype).max], dtype=values.dtype).view(torch.uint8)
+    limit = int(numpy_of(largest).view(f"u{width}")[0])
+    sign = 1 << (8 * values.dtype.itemsize - 1)
+    return not bits.size or bool(bits.view(f"i{width}").max() <= limit and bits.view(f"u{width}").max() <= limit + sign)
 
 
 class Stopped(Exception):

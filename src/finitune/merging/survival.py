@@ -8,6 +8,7 @@ weight of 0.03 has neighbours 1.2e-4 away, so a change of 1e-5 is mostly rounded
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
@@ -18,9 +19,6 @@ from finitune.report import Level, Report
 
 SAMPLE = 2**15
 """At most this many elements of a tensor are looked at: all of a smaller one, else whole rows at equal distances."""
-
-FAINT = 0.9
-"""A survival below it is worth a warning."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,8 @@ def survival(before: Tensor, after: Tensor, rounded: Tensor) -> Survival:
     small = stored.abs() < torch.finfo(rounded.dtype).tiny
     subnormal = int(small.sum()) - (stored.numel() - int(stored.count_nonzero()))
     change, moved = (after - before).view(-1), (stored - before).view(-1)
-    if not bool(before.isfinite().all()):  # what the base itself holds is told elsewhere
-        finite = before.view(-1).isfinite()
+    finite = (before + after).view(-1).isfinite()
+    if not bool(finite.all()):  # what the base itself holds is told elsewhere
         change, moved = change[finite], moved[finite]
     wanted = float(torch.dot(change, change))
     kept = float(torch.dot(moved, change)) / wanted if wanted else 1.0
@@ -61,8 +59,9 @@ def survival(before: Tensor, after: Tensor, rounded: Tensor) -> Survival:
     return Survival(before.numel(), int(moved.count_nonzero()), subnormal, kept, error)
 
 
-def report_survival(report: Report, found: dict[str, Survival], remedy: str) -> None:
-    """The figures over all adapted tensors, and a warning that names the worst where changes were lost."""
+def report_survival(report: Report, found: Mapping[str, Survival], least: float, remedy: str) -> None:
+    """The figures over all adapted tensors, and a warning that names the worst where less than `least` (0 to 1) is
+    left of a change."""
     kept = {key: one.kept for key, one in found.items()}
     if not kept:
         return
@@ -72,16 +71,16 @@ def report_survival(report: Report, found: dict[str, Survival], remedy: str) -> 
     report.figures["delta_error_max"] = max(one.error for one in found.values())
     report.figures["changed_share"] = sum(one.changed for one in found.values()) / max(1, sampled)
     report.figures["subnormal_share"] = sum(one.subnormal for one in found.values()) / max(1, sampled)
-    faint = sorted((share, key) for key, share in kept.items() if not share >= FAINT)
+    faint = sorted((share, key) for key, share in kept.items() if share < least)
     if faint:
         worst = ", ".join(f"{key} {share:.0%}" for share, key in faint[:3])
         report.add(
             Level.WARNING,
             "MERGE-DELTA-LOST",
             faint[0][1],
-            f"rounding takes more than a tenth of the change from {len(faint)} of {len(kept)} tensors; left: {worst}",
+            f"rounding leaves less than {least:.0%} of the change in {len(faint)} of {len(kept)} tensors: {worst}",
             remedy=remedy,
             tensors=len(faint),
             worst=faint[0][0],
-            limit=FAINT,
+            limit=least,
         )

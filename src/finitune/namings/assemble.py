@@ -210,7 +210,7 @@ def glora(tensors: dict[str, Tensor], order: str) -> SiteAdapter:
             "in which order its factors are, that of 2023 or today's",
             "GLoRA of a square weight",
             tensors["a1"].shape if "a1" in tensors else (),
-            "Name the model, or say the order (glora_order).",
+            "Name the model (--model), or say the order: --glora-order new, or old.",
         )
     if order == "old":
         swap = {"a1": "a2", "a2": "a1", "b1": "b2", "b2": "b1"}
@@ -270,7 +270,7 @@ def with_magnitude(adapter: SiteAdapter, group: Group, shelf: Shelf, answers: An
             "whether they are of the outputs or of the inputs",
             f"DoRA magnitudes of a weight of {list(implied)}",
             tensor.shape,
-            "Say the side (dora_side): LyCORIS since 3.2 and PEFT have one per output, LyCORIS before one per input.",
+            "Say the side: --dora-side out (LyCORIS since 3.2 and PEFT have one per output), or in (LyCORIS before).",
         )
     if not sides:
         raise AdapterError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finitune.models.sites import Division
@@ -12,6 +13,9 @@ from finitune.report import Finding, Level
 if TYPE_CHECKING:
     from finitune.adapters.core import AdapterSet
     from finitune.models.spec import ModelSpec
+
+PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""What the files of a PEFT folder are called."""
 
 Fate = Literal["applied", "explained", "unmatched"]
 """What became of a tensor: it serves a site; it serves none, for a reason that is told; its name matches nothing.
@@ -35,15 +39,22 @@ class Landing:
 
 @dataclass(frozen=True)
 class Answers:
-    """What only a person can tell where a file does not: see the findings that ask (ADAPTER-UNDECIDED, -ALPHA).
+    """What only a person can tell where a file does not: see the findings that ask.
 
-    `dora_side` is the side of magnitudes whose shape fits both, `glora_order` that of the factors of a square weight
-    (the "old" is of 2023), `zero_alpha` what alpha 0 means.
+    They are ADAPTER-UNDECIDED, ADAPTER-ALPHA and ADAPTER-SCALE-UNKNOWN. `dora_side` is the side of magnitudes whose
+    shape fits both, `glora_order` that of the factors of a square weight (the "old" is of 2023), `zero_alpha` what
+    alpha 0 means, `scale` the scale (alpha / rank) of modules for which nothing states one.
     """
 
     dora_side: Literal["out", "in"] | None = None
     glora_order: Literal["new", "old"] | None = None
     zero_alpha: Literal["rank", "zero"] | None = None
+    scale: float | None = None
+
+
+def tensors_in(path: Path) -> Path:
+    """The file with an adapter's tensors: a folder of PEFT's has it inside."""
+    return path / PEFT_TENSORS if path.is_dir() else path
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,10 @@ def divide(adapter: SiteAdapter, landing: Landing, shapes: Mapping[str, Shape] |
     """The adapter of each site that a module's rows are; the very adapter where it is one site.
 
     `shapes` are the model's own weights by component and site, where they are known. Raises AdapterError
-    (ADAPTER-FUSED) where the adapter cannot be divided exactly.
+    (ADAPTER-FUSED) where the adapter cannot be divided exactly, and (ADAPTER-SWAPPED) where its rows have no halves.
     """
     if landing.swapped:
-        adapter = swap_halves(adapter, landing.sites[0])
+        adapter = put_right(adapter, landing)
     if len(landing.sites) == 1:
         return {landing.sites[0]: adapter}
     if shares_all(adapter):
@@ -48,6 +48,22 @@ def divide(adapter: SiteAdapter, landing: Landing, shapes: Mapping[str, Shape] |
     if adapter.algorithm == "lokr" and any(n % block_rows(adapter) for stretch in stretches.values() for n in stretch):
         return {site: lokr_part(adapter, stretch) for site, stretch in stretches.items() if stretch[1]}
     return {site: part(adapter, landing, stretch, rows) for site, stretch in stretches.items() if stretch[1]}
+
+
+def put_right(adapter: SiteAdapter, landing: Landing) -> SiteAdapter:
+    """The adapter with the halves of its rows in diffusers' order (shift and scale have changed places)."""
+    try:
+        return swap_halves(adapter, landing.sites[0])
+    except AdapterError as error:
+        title = algorithm_of(adapter.algorithm).title
+        raise AdapterError(
+            f"the {title} of {landing.sites[0]} cannot be read: the halves of its rows change places there, and its "
+            "tensors have no halves",
+            code="ADAPTER-SWAPPED",
+            subject=landing.sites[0],
+            evidence={"algorithm": adapter.algorithm},
+            remedy="Export it as a plain LoRA, or apply it with a program that keeps the model's original weights.",
+        ) from error
 
 
 def shares_all(adapter: SiteAdapter) -> bool:

@@ -153,15 +153,18 @@ def identify(
 ) -> tuple[Case, list[Finding]]:
     """The case for the family that explains a file best, or for the `model` that was named, and what speaks against.
 
+    A named model of a known family may have modules of its own beside the family's: it stands for the family then. Of
+    one of no family nothing is known but its modules, which are all that counts.
     Raises AdapterError (ADAPTER-OTHER-FAMILY) where another family explains the file and the named one does not.
     """
-    known = [*models, *([model] if model is not None and all(one.name != model.name for one in models) else [])]
+    known = list({one.name: one for one in (*models, *([model] if model is not None else ()))}.values())
     cases = [case_for(one, groups, metadata) for one in known]
     best = max(cases, key=lambda case: (case.strength, case.named, case.coverage))
     findings: list[Finding] = []
     if model is not None:
         own = next(case for case in cases if case.model is not None and case.model.name == model.name)
-        if best.strength > own.strength and not best.contradicting and (best.agreeing or best.resolved > own.resolved):
+        other = best.strength > own.strength and not best.contradicting
+        if other and (best.agreeing or best.resolved > own.resolved) and model.name in {one.name for one in models}:
             raise other_family(own, best)
         return own, findings + metadata_findings(own, metadata, known)
     if best.resolved == 0:

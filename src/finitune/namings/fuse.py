@@ -128,7 +128,12 @@ def fusible(parts: Sequence[SiteAdapter | None]) -> bool:
 
 
 def swap_halves(adapter: SiteAdapter, site: str = "") -> SiteAdapter:
-    """The adapter with the upper and the lower half of its weight's rows exchanged; twice is the identity."""
+    """The adapter with the upper and the lower half of its weight's rows exchanged; twice is the identity.
+
+    The very adapter where it acts on the inputs alone. Raises AdapterError (FUSE-IMPOSSIBLE) where it has no halves.
+    """
+    if on_inputs(adapter):
+        return adapter
 
     def swap(tensor: Tensor, axis: int) -> Tensor:
         if tensor.shape[axis] % 2:

@@ -46,6 +46,7 @@ class Traits:
     spelling: str
     family: str
     algorithms: frozenset[str]
+    """Those of the file: a T-LoRA, which is read as a LoRA, is one."""
     roles: frozenset[str]
     components: frozenset[str]
     sides: frozenset[str]
@@ -63,10 +64,11 @@ class Traits:
         sites = reading.adapter.sites.values()
         scaled = (site for site in sites if algorithm_of(site.algorithm).rank(outlined(site)) is not None)
         dtypes = {tensor.dtype for site in scaled for tensor in site.tensors.values()}
+        baked = {"tlora"} if any(line.role == "q_layer" for line in reading.ledger) else set()
         return cls(
             spelling=reading.spelling,
             family="" if reading.family is None else reading.family.name,
-            algorithms=frozenset(site.algorithm for site in sites),
+            algorithms=frozenset({site.algorithm for site in sites} | baked),
             roles=frozenset(role for site in sites for role in site.tensors),
             components=frozenset(name.partition(".")[0] for name in reading.adapter),
             sides=frozenset(site.magnitude.side for site in sites if site.magnitude is not None),

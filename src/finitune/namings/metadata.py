@@ -6,6 +6,7 @@ a conversion makes untrue is rewritten or left out; our own receipt says what wa
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 RECEIPT = "finitune"
 DIFFUSERS = "lora_adapter_metadata"
+DYNAMIC = "Dynamic"
+"""What kohya's tools write where modules differ."""
 MODEL_SPEC = "1.0.1"
 TEXT_LIMIT_BYTES = 2**20
 HEADER_LIMIT_BYTES = 64 * 2**20
@@ -68,6 +71,20 @@ def block_maps_applied(metadata: Mapping[str, str]) -> tuple[str, ...]:
     receipt, _ = stated_table(metadata, RECEIPT)
     maps = receipt.get("block_maps") if receipt else None
     return tuple(str(name) for name in maps) if isinstance(maps, list) else ()
+
+
+def alpha_times_applied(metadata: Mapping[str, str]) -> dict[str, int]:
+    """By what our receipts say that alpha was multiplied already, {site: n}."""
+    receipt, _ = stated_table(metadata, RECEIPT)
+    times = receipt.get("alpha_times") if receipt else None
+    return {site: n for site, n in times.items() if isinstance(n, int)} if isinstance(times, dict) else {}
+
+
+def unreadable_texts(metadata: Mapping[str, str]) -> list[Finding]:
+    """Warnings for what a trainer says about its network and nothing can be made of; DYNAMIC says that they differ."""
+    keys = (key for key in ("ss_network_dim", "ss_network_alpha") if metadata.get(key) != DYNAMIC)
+    numbers = (stated_number(metadata, key)[1] for key in keys)
+    return [*itertools.chain(*numbers), *stated_table(metadata, "ss_network_args")[1]]
 
 
 def stated_number(metadata: Mapping[str, str], key: str) -> tuple[float | None, tuple[Finding, ...]]:
@@ -119,7 +136,9 @@ def written_metadata(
     if family is not None:
         kept |= family_texts(kept, family)
     maps = dict.fromkeys((*block_maps_applied(source), *receipt.block_maps))
-    kept[RECEIPT] = replace(receipt, block_maps=tuple(maps)).text()
+    before, now = alpha_times_applied(source), receipt.alpha_times
+    times = {site: before.get(site, 1) * now.get(site, 1) for site in (*before, *now)}
+    kept[RECEIPT] = replace(receipt, block_maps=tuple(maps), alpha_times=times).text()
     return {"format": "pt", **kept, **own}, findings
 
 
@@ -177,8 +196,8 @@ def network_module(module: str, args: Mapping[str, Any], names: set[str]) -> tup
 
 
 def one_or_dynamic(numbers: Sequence[float]) -> str:
-    """The number that all of them are, as kohya writes it, or "Dynamic" where they differ."""
-    return f"{numbers[0]:.17g}" if len(set(numbers)) == 1 else "Dynamic"
+    """The number that all of them are, as kohya writes it, or DYNAMIC where they differ."""
+    return f"{numbers[0]:.17g}" if len(set(numbers)) == 1 else DYNAMIC
 
 
 def family_texts(source: Mapping[str, str], family: ModelSpec) -> dict[str, str]:

@@ -15,6 +15,7 @@ from finitune.namings.core import Landing
 from finitune.namings.metadata import stated_number
 from finitune.report import Finding, Level
 
+SCALE_UNKNOWN = "ADAPTER-SCALE-UNKNOWN"
 FIRST = 3
 """How many modules a finding names."""
 
@@ -66,8 +67,8 @@ def note_scales(
     peft = bool(set(unstated) & {"peft", "genmo"})
     if peft and not producer:
         message = "scale unknown: 1 is assumed, because PEFT keeps alpha outside of the tensors and no file states it"
-        remedy = "Put adapter_config.json beside the file, or ask its maker for alpha; scale is alpha / rank."
-        found.append(Finding(Level.WARNING, "ADAPTER-SCALE-UNKNOWN", "", message, evidence, remedy))
+        remedy = "Put adapter_config.json beside the file, or say what alpha / rank is: --scale 1 where they are equal."
+        found.append(Finding(Level.WARNING, SCALE_UNKNOWN, "", message, evidence, remedy))
     else:
         why = f"{producer} trains with alpha = rank" if producer else "every program reads its absence so"
         message = f"alpha is absent from {missing} modules: scale 1, because {why}"

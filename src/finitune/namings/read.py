@@ -36,6 +36,7 @@ from finitune.namings.divide import divide
 from finitune.namings.evidence import Case, Sight, case_of_modules, identify, software_of, spelling_for, title_of
 from finitune.namings.fuse import same
 from finitune.namings.groups import Gathered, Group, gather
+from finitune.namings.metadata import unreadable_texts
 from finitune.namings.notes import Notes, Whole, candidates, note_scales, note_split_training
 from finitune.namings.oldest import is_oldest, rename
 from finitune.namings.resolve import Found, Resolver
@@ -115,7 +116,8 @@ class Reader:
         split_scale = {site: count for site, count in split_scale.items() if site in self.sites}
         self.note_names(case, gathered, name, spelled)
         producer = KNOWN_PRODUCERS.get(name, "") or KNOWN_PRODUCERS.get(software_of(metadata), "")
-        found += self.config_findings + note_scales(self.sources, self.unstated, metadata, producer)
+        found += self.config_findings + unreadable_texts(metadata)
+        found += note_scales(self.sources, self.unstated, metadata, producer)
         embeddings = {key: self.shelf.read(key) for key in gathered.embeddings}
         for key in self.file:
             if key not in self.shelf.looked_at:
@@ -288,26 +290,34 @@ class Reader:
         self.write(list(gathered.unknown), "unmatched", why="no suffix of any adapter")
         for key in gathered.unknown:
             message = "tensors whose names end as no adapter's do"
-            self.notes.add(Level.ERROR, "ADAPTER-UNKNOWN-KEYS", key, message, {})
+            remedy = "If the file is good otherwise, convert or merge it without them: --allow-unmatched."
+            self.notes.add(Level.ERROR, "ADAPTER-UNKNOWN-KEYS", key, message, {}, remedy)
 
     def note_names(self, case: Case, gathered: Gathered, spelling: str, spelled: int) -> None:
         """Say which modules are unknown, component by component, what was stripped, and whether spellings are mixed."""
         behind = Counter(case.sights[group.module].prefix for group in gathered.groups)
         lost = [group.module for group in gathered.groups if {self.ledger[key].why for key in group.keys} & NOT_FOUND]
-        missing = Counter(case.sights[module].prefix for module in lost)
+        missing = Counter(case.sights[module].prefix for module in lost if not case.sights[module].container)
         for module in lost:
             prefix = case.sights[module].prefix
+            if case.sights[module].container:
+                message = f"a container of modules in {title_of(case)}, which has no weight of its own to adapt"
+                remedy = "A name was cut short when it was saved: export it again, or leave it out: --allow-unmatched."
+                self.notes.add(Level.ERROR, "ADAPTER-CONTAINER", module, message, {}, remedy)
+                continue
             message = (
                 f"{missing[prefix]} of {behind[prefix]} modules {behind_prefix(prefix)} are none of {title_of(case)}"
             )
-            remedy = "Name the model that it was made for, or its own modules."
-            code = "ADAPTER-CONTAINER" if case.sights[module].container else "ADAPTER-UNMATCHED"
-            self.notes.add(Level.ERROR, code, module, message, {}, remedy)
+            remedy = "Name the model that it was made for, or a checkpoint, for its own modules: --model."
+            self.notes.add(Level.ERROR, "ADAPTER-UNMATCHED", module, message, {}, remedy)
         for group in gathered.groups:
             sight = case.sights[group.module]
             if sight.found is not None and sight.stripped:
                 message = f"wrappers were taken off: {', '.join(sight.stripped)}"
                 self.notes.add(Level.NOTE, "ADAPTER-WRAPPED", group.module, message, {})
+            for name in {name for m in group.members.values() if (name := m.suffix.name_in(m.key))}:
+                message = f"the file calls its adapter {name!r}: that name was taken off"
+                self.notes.add(Level.NOTE, "ADAPTER-NAMED", group.module, message, {"name": name})
         if spelling and spelled < len(gathered.groups) - len(lost):
             message = f"{spelled} of {len(gathered.groups)} modules are spelled as {spelling}, others otherwise"
             self.notes.add(Level.NOTE, "ADAPTER-MIXED-SPELLING", spelling, message, {})

@@ -1,8 +1,8 @@
 """From a module's name in a file to the module, and back, through the tables of the model families.
 
 A flat name is never made dotted. It is compared with the flattened names of the modules that there are: dots and
-underscores count as one sign on both sides, so that a match is exact, and two modules that would flatten to one name
-are found when the index is made, not when a file happens to hold one of them.
+underscores count as one sign on both sides, so that a match is exact. Modules that flatten to one name are found when
+the index is made; that name is refused when a file holds it, while all other names keep their meaning.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ class Index(Generic[T]):
 class Resolver:
     """Finds the modules of some components by name, dotted or flat.
 
-    Raises ModelError where two modules that a file could mean have the same flat name, and names both.
+    `collisions` are the pairs of modules that one flat name can mean; looking such a name up raises ModelError.
     """
 
     def __init__(self, components: Iterable[ComponentSites]):
         self.components = {component.name: component for component in components}
         self.entries = tuple(entry for component in self.components.values() for entry in entries_of(component))
-        demand_distinct(self.entries)
+        self.collisions = frozenset(collisions_of(self.entries))
 
     @cached_property
     def dotted(self) -> Index[Entry]:
@@ -114,17 +114,24 @@ class Resolver:
     def find(self, name: str, components: Collection[str] | None = None, *, flat: bool = False) -> Found | None:
         """What a module's name is, in the named components or in any; None where they have no such module.
 
-        Original names come first: a file that covers several components under one prefix has these.
+        Original names come first: a file that covers several components under one prefix has these. Raises ModelError
+        (MODEL-FLAT-NAMES) for a flat name of two modules.
         """
-        index, wanted = (self.flat, united(name)) if flat else (self.dotted, name)
         if flat and "." in name:
             return None
-        found = [
-            Found(entry.landing(numbers), entry)
+        index, wanted = (self.flat, united(name)) if flat else (self.dotted, name)
+        fitting = [
+            (numbers, entry)
             for numbers, entry in index.find(wanted)
             if components is None or entry.component.name in components
         ]
-        return min(found, key=lambda one: not one.entry.native, default=None)
+        if not fitting:
+            return None
+        numbers, best = min(fitting, key=lambda one: not one[1].native)
+        for others_numbers, other in fitting if flat and self.collisions else ():
+            if {(best, other), (other, best)} & self.collisions:
+                raise ambiguous(name, filled(best.name, numbers), filled(other.name, others_numbers))
+        return Found(best.landing(numbers), best)
 
     def resolve(self, name: str, components: Collection[str] | None = None, *, flat: bool = False) -> Landing | None:
         """Where a module's name lands: see `find`."""
@@ -188,13 +195,16 @@ class Resolver:
 def entries_of(component: ComponentSites) -> Iterator[Entry]:
     """All names of a component's modules: original, diffusers', and these without what some libraries leave out."""
     common = {place.name for place in component.places if place.sites == (place.name,)}
+    placed = {site for place in component.places for site in place.sites}
     for place in component.places:
         yield Entry(component, place.name, place, native=True, common=place.name in common)
     for site in dict.fromkeys(component.sites):
         place = Place(site, (site,))
-        yield Entry(component, site, place, native=not component.places, common=site in common or not component.places)
-        if component.outer and site.startswith(component.outer):
-            yield Entry(component, site[len(component.outer) :], place, native=not component.places)
+        shared = site in common or site not in placed
+        for native in (False,) if site in placed else (True, False) if component.places else (True,):
+            yield Entry(component, site, place, native, shared)
+            if component.outer and site.startswith(component.outer):
+                yield Entry(component, site[len(component.outer) :], place, native)
 
 
 def parameters_of(entry: Entry) -> Iterator[tuple[str, tuple[Entry, Parameter]]]:
@@ -209,8 +219,8 @@ def above(name: str) -> Iterator[str]:
     yield from (".".join(parts[:n]) for n in range(1, len(parts)))
 
 
-def demand_distinct(entries: Iterable[Entry]) -> None:
-    """Raise ModelError where two modules of one naming, behind one prefix, have the same flat name."""
+def collisions_of(entries: Iterable[Entry]) -> Iterator[tuple[Entry, Entry]]:
+    """The pairs of modules of one naming, behind one prefix, that can have the same flat name, in their order."""
     whole: dict[str, list[Entry]] = {}
     with_fields: dict[tuple[str, ...], list[Entry]] = {}
     for entry in entries:
@@ -220,31 +230,30 @@ def demand_distinct(entries: Iterable[Entry]) -> None:
         else:
             whole.setdefault(flat, []).append(entry)
     for flat, alike in whole.items():
-        demand_apart([*alike, *with_fields.get(skeleton(flat), ())])
+        yield from filter(collide, itertools.combinations(alike, 2))
+        yield from filter(collide, itertools.product(alike, with_fields.get(skeleton(flat), ())))
     for alike in with_fields.values():
-        demand_apart(alike)
+        yield from filter(collide, itertools.combinations(alike, 2))
 
 
-def demand_apart(entries: list[Entry]) -> None:
-    """Raise ModelError where two of a few entries can have one flat name."""
-    for one, other in itertools.combinations(entries, 2):
-        if (
-            one.native == other.native
-            and one.place != other.place
-            and set(one.component.roles) & set(other.component.roles)
-            and can_clash(united(one.name), united(other.name))
-        ):
-            raise ambiguous(other, one)
+def collide(pair: tuple[Entry, Entry]) -> bool:
+    """Whether two entries are different modules that a file can call by one flat name."""
+    one, other = pair
+    return (
+        one.native == other.native
+        and one.place != other.place
+        and bool(set(one.component.roles) & set(other.component.roles))
+        and can_clash(united(one.name), united(other.name))
+    )
 
 
-def ambiguous(entry: Entry, other: Entry) -> ModelError:
+def ambiguous(flat: str, one: str, other: str) -> ModelError:
     """The error for two modules that a flat name cannot tell apart."""
-    flat = entry.name.replace(".", "_")
     return ModelError(
-        f"{other.name!r} and {entry.name!r} both flatten to {flat!r}",
+        f"{one!r} and {other!r} both flatten to {flat!r}",
         code="MODEL-FLAT-NAMES",
         subject=flat,
-        evidence={"modules": [other.name, entry.name]},
+        evidence={"modules": [one, other]},
         remedy="Flat names (lora_unet_...) cannot tell these modules apart: use a dotted spelling, or rename one.",
     )
 

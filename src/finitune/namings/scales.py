@@ -18,11 +18,10 @@ from typing import Any
 from finitune.adapters import algorithm_of
 from finitune.adapters.core import SiteAdapter
 from finitune.errors import AdapterError
-from finitune.namings.core import Answers
+from finitune.namings.core import PEFT_CONFIG, Answers
 from finitune.namings.metadata import DIFFUSERS, stated_table
 from finitune.report import Finding, Level
 
-SIDE_FILE = "adapter_config.json"
 ROUNDING = 2.0**-7
 """How far two statements of a scale may differ: alpha is stored in the factors' dtype, which may be bf16 or fp8."""
 
@@ -85,16 +84,16 @@ def configs_of(path: Path, metadata: Mapping[str, str]) -> tuple[dict[str, Confi
             component, dot, rest = key.rpartition(".")
             tables.setdefault(component if dot else "", {})[rest] = value
         return {name: Config(values, f"metadata {DIFFUSERS}") for name, values in tables.items()}, found
-    beside = path.parent / SIDE_FILE
+    beside = path.parent / PEFT_CONFIG
     if beside.is_file():
         try:
             side = json.loads(beside.read_text(encoding="utf-8"))
         except (ValueError, OSError) as error:
-            why = f"{SIDE_FILE} beside the file cannot be read: {error}"
+            why = f"{PEFT_CONFIG} beside the file cannot be read: {error}"
             found.append(Finding(Level.WARNING, "METADATA-UNREADABLE", str(beside), why, {}, "It is not relied on."))
             side = None
         if isinstance(side, dict) and "peft_type" in side:
-            return {"": Config(side, SIDE_FILE)}, found
+            return {"": Config(side, PEFT_CONFIG)}, found
     return {}, found
 
 
@@ -157,7 +156,7 @@ def meant_alpha(alpha: float, rank: int, answers: Answers) -> float:
             "nothing at all (scale 0)",
             code="ADAPTER-ALPHA",
             evidence={"alpha": alpha, "rank": rank},
-            remedy="Say which is meant: alpha 0 as the rank, or as zero.",
+            remedy="Say which is meant: --zero-alpha rank, or --zero-alpha zero.",
         )
     why = "negative, which turns the adapter's effect around" if alpha < 0 and math.isfinite(alpha) else "not a number"
     if math.isinf(alpha):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from finitune.adapters.core import Shape, SiteAdapter
+from finitune.files.scan import first_nonfinite
 from finitune.files.tensorfile import TensorFile, count_nonfinite
 from finitune.report import Finding, Level
 
@@ -68,9 +69,7 @@ class Shelf:
         count = count_nonfinite(tensor)
         if not count.nan and not count.inf:
             return
-        first = int((~torch.isfinite(tensor.float())).flatten().int().argmax())
-        where = [int(n) for n in torch.unravel_index(torch.tensor(first), tensor.shape)] if tensor.ndim else []
-        bad = count.nan + count.inf
+        where, bad = list(first_nonfinite(tensor)), count.nan + count.inf
         self.findings.append(
             Finding(
                 Level.ERROR,
@@ -78,7 +77,8 @@ class Shelf:
                 key,
                 f"{key} is not finite: {bad} of {count.size} elements",
                 {"nan": count.nan, "inf": count.inf, "size": count.size, "first": where, "all": bad == count.size},
-                "Training diverged, or a cast overflowed. Take an earlier checkpoint, or leave this module out.",
+                "Training diverged, or a cast overflowed: take an earlier checkpoint, or one saved in fp32. No command "
+                "mends or skips such numbers; a copy of the file without this module's tensors would be read.",
             )
         )
 

@@ -32,7 +32,7 @@ class Suffix:
 
     `algorithms` may have the role, all where empty. `inner` ends the module's name where the key leaves that out
     (".processor.to_q_lora.up.weight" belongs to ".to_q"). `named`: PEFT's name of the adapter may stand behind the
-    first word (".lora_A.default.weight").
+    first word (".lora_A.default.weight"). `written` is False for what we read and other programs would not.
     """
 
     text: str
@@ -41,12 +41,22 @@ class Suffix:
     dialects: tuple[Dialect, ...]
     inner: str = ""
     named: bool = False
+    written: bool = True
 
-    def pattern(self) -> str:
-        """The suffix as a regular expression."""
+    def pattern(self, group: str = "?:") -> str:
+        """The suffix as a regular expression; the adapter's name and its dot are in a `group`."""
         head, dot, tail = self.text[1:].partition(".")
-        name = r"(?:\.(?!weight$|bias$)[\w-]+)?" if self.named else ""
+        name = rf"({group}\.(?!weight$|bias$)[\w-]+)?" if self.named else ""
         return re.escape(self.text[0] + head) + name + re.escape(dot + tail)
+
+    def name_in(self, key: str) -> str:
+        """PEFT's name of the adapter in a key that this suffix ends; '' where there is none.
+
+        >>> split("a.to_q.lora_A.default.weight")[1].name_in("a.to_q.lora_A.default.weight")
+        'default'
+        """
+        found = re.search(f"{self.pattern('?P<name>')}$", key) if self.named else None
+        return (found["name"] or "").removeprefix(".") if found else ""
 
 
 def factors(algorithm: str, stem: str, *roles: str) -> Iterator[Suffix]:
@@ -69,6 +79,7 @@ def processor(word: str, inner: str, dialect: Dialect) -> Iterator[Suffix]:
 SUFFIXES: tuple[Suffix, ...] = (
     *low_rank(".lora_down.weight", ".lora_up.weight", "kohya"),
     Suffix(".lora_mid.weight", "mid", ("lora",), ("kohya",)),
+    Suffix(".lora_up.bias", "up_bias", ("lora",), ("kohya",), written=False),
     Suffix(".alpha", "alpha", (), ("kohya",)),
     Suffix(".dora_scale", "magnitude", (), ("kohya",)),
     Suffix(".scalar", "scalar", (), ("kohya",)),
@@ -145,7 +156,7 @@ def suffix_of(role: str, algorithm: str, dialects: Sequence[str]) -> Suffix | No
     """
     for dialect in dialects:
         for suffix in SUFFIXES:
-            fits = not suffix.algorithms or algorithm in suffix.algorithms
+            fits = suffix.written and (not suffix.algorithms or algorithm in suffix.algorithms)
             if suffix.role == role and fits and dialect in suffix.dialects and not suffix.inner:
                 return suffix
     return None

@@ -21,7 +21,7 @@ from finitune.adapters import algorithm_of
 from finitune.adapters.convert import Exactness
 from finitune.adapters.core import AdapterSet, SiteAdapter
 from finitune.adapters.lokr import stretch_of
-from finitune.adapters.narrow import Narrowed, narrowed, overflows, too_large
+from finitune.adapters.narrow import Narrowed, narrowed, narrowed_class, overflows, too_large
 from finitune.adapters.oft import turned
 from finitune.errors import AdapterError, NumericsError, UsageError
 from finitune.models.spec import ModelSpec
@@ -46,9 +46,9 @@ class Written:
     """The content of an adapter file.
 
     `config` is PEFT's adapter_config.json where the spelling has one; `embeddings` are learned token vectors that the
-    spelling has no place for. `klass` is the costliest kind of conversion of
-    any module; `flushed` of `nonzero` numbers became zero in a narrower dtype; `narrowing_error` is the largest
-    relative error that this made in the change of a module.
+    spelling has no place for. `klass` is the costliest kind of conversion of any module, `narrowing` that of the dtype
+    alone; `flushed` of `nonzero` numbers became zero in it; `narrowing_error` is the largest relative error that it
+    made in the change of a module.
     """
 
     tensors: dict[str, Tensor]
@@ -56,10 +56,16 @@ class Written:
     config: dict[str, Any] | None = None
     embeddings: dict[str, Tensor] = field(default_factory=dict)
     klass: Exactness = Exactness.LOSSLESS
+    narrowing: Exactness = Exactness.LOSSLESS
     flushed: int = 0
     nonzero: int = 0
     narrowing_error: float = 0.0
     findings: tuple[Finding, ...] = ()
+
+    @property
+    def flushed_share(self) -> float:
+        """The share of the numbers that became zero."""
+        return self.flushed / self.nonzero if self.nonzero else 0.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,8 @@ def write_adapter(
         modules.append(replace(module, adapter=small.adapter))
         klass = max(klass, how, key=lambda one: one.cost)
         flushed, nonzero, error = flushed + small.flushed, nonzero + small.nonzero, max(error, small.error)
+    narrowing = narrowed_class(flushed, nonzero, error, dtype)
+    klass = max(klass, narrowing, key=lambda one: one.cost)
     if not modules:
         raise AdapterError(
             "there is no module in this adapter: nothing to write",
@@ -126,6 +134,7 @@ def write_adapter(
         peft_config(components, family) if form.name == "peft" else None,
         apart,
         klass,
+        narrowing,
         flushed,
         nonzero,
         error,
