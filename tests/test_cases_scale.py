@@ -165,7 +165,7 @@ def peft_folder(folder: Path, alpha_tensor: float | None = None, **config: objec
 def test_scl_04_the_configured_scale_arrives_in_every_spelling(tmp_path: Path, to: str, rslora: bool, scale: float):
     source, out = peft_folder(tmp_path / "p", r=8, lora_alpha=16, use_rslora=rslora), tmp_path / "out"
     code, report = told("convert", source, "--to", to, "--model", "anima", "-o", out)
-    assert code == 0 and by_code(report)["ADAPTER-SCALE-SOURCE"]["evidence"] == {"adapter_config.json": 1}
+    assert code == 0 and by_code(report)["ADAPTER-SCALE-SOURCE"]["evidence"]["adapter_config.json"] == 1
     file = TensorFile(source / "adapter_model.safetensors")
     up, down = (file.read(f"{PEFT_MODULE}.lora_{side}.weight").double() for side in "BA")
     torch.testing.assert_close(change_in(out, 16, 8), scale * up @ down, rtol=1e-6, atol=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,7 +13,7 @@ from finitune.errors import AdapterError, FileError, FinituneError, UsageError
 from finitune.journeys.adapters import Doubts, NamedAdapter, torch_dtype
 from finitune.journeys.model import model_path
 from finitune.progress import Progress, Silent
-from finitune.report import Finding, Level, Report
+from finitune.report import Level, Report
 
 if TYPE_CHECKING:
     from finitune.files.tensorfile import TensorEntry
@@ -147,15 +147,9 @@ def open_source(one: NamedAdapter, model: Model, request: Request, report: Repor
     from finitune.merging.adapterfile import open_adapter
     from finitune.merging.plan import Source
 
-    name, own = one.path.name, Report(report.verb)
-    try:
-        leave, answers = request.allow_unmatched, request.answers()
-        reading = open_adapter(one.path, own, model, allow_unmatched=leave, answers=answers).reading
-    except FinituneError as error:
-        error.evidence["file"] = name
-        raise
-    finally:
-        report.findings.extend(of_file(finding, name) for finding in own.findings)
+    name, leave, answers = one.path.name, request.allow_unmatched, request.answers()
+    counted = Report(report.verb, report.findings)  # what matches is counted by the plan, over all files
+    reading = open_adapter(one.path, counted, model, allow_unmatched=leave, answers=answers).reading
     if reading.errors:
         count = len(reading.left_out)
         message = f"{count} tensors of {name} are left out, as allowed; the warnings tell which and why"
@@ -164,11 +158,6 @@ def open_source(one: NamedAdapter, model: Model, request: Request, report: Repor
         message = f"{len(reading.adapter.embeddings)} learned token vectors are in {name}; a model has no place for any"
         report.add(Level.NOTE, "MERGE-EMBEDDINGS", next(iter(reading.adapter.embeddings)), message)
     return Source(name, reading.adapter, one.strength)
-
-
-def of_file(finding: Finding, name: str) -> Finding:
-    """A finding about an adapter, with the name of its file: there may be several."""
-    return replace(finding, subject=finding.subject or name, evidence={**finding.evidence, "file": name})
 
 
 def plan_checked(base: Base, sources: Sequence[Source], request: Request, report: Report) -> Plan:

@@ -17,7 +17,7 @@ from torch import Tensor
 from finitune.adapters import AdapterSet, SiteAdapter, algorithm_of
 from finitune.adapters.core import Shape
 from finitune.adapters.difference import change_error
-from finitune.errors import AdapterError, FileError, UsageError
+from finitune.errors import AdapterError, FileError, FinituneError, UsageError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors, staged, write_text
 from finitune.merging.bases import Base
@@ -191,9 +191,13 @@ def open_adapter(
     (ADAPTER-FAMILY-UNKNOWN). `allow_unmatched` makes warnings of errors but those of UNFORGIVABLE. `answers` decide
     what the file leaves open. Adds to the figures `matched`, `unmatched` and `left_out`.
     """
-    reading = settled(read_for(path, model, answers), answers and answers.scale)
+    try:
+        reading = settled(read_for(path, model, answers), answers and answers.scale)
+    except FinituneError as error:
+        error.evidence["file"] = path.name
+        raise
     findings = [forgiven(finding) if allow_unmatched else finding for finding in reading.findings]
-    report.findings.extend(findings)
+    report.findings.extend(of_file(finding, path.name) for finding in findings)
     counts = {"matched": reading.matched, "unmatched": len(reading.unmatched), "left_out": len(reading.left_out)}
     for name, count in counts.items():
         before = report.figures.get(name, 0)
@@ -210,6 +214,11 @@ def open_adapter(
             remedy="Name the model, or a checkpoint of it, whose own modules are taken then: --model.",
         )
     return Source(path, reading, reading.family)
+
+
+def of_file(finding: Finding, name: str) -> Finding:
+    """A finding about an adapter, with the name of its file: there may be several."""
+    return replace(finding, subject=finding.subject or name, evidence={**finding.evidence, "file": name})
 
 
 def forgiven(finding: Finding) -> Finding:

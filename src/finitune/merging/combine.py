@@ -286,7 +286,10 @@ def combine_files(request: Combination, report: Report) -> None:
     cut = Cut(request.rank, request.energy)
     demand_strengths(request.files)
     demand_other(request.out, [path for path, _ in request.files])
-    sources = [opened(path, request, report) for path, _ in request.files]
+    sources = [
+        open_adapter(path, report, allow_unmatched=request.allow_unmatched, answers=request.answers)
+        for path, _ in request.files
+    ]
     demand_one_family(sources)
     strengths = [strength for _, strength in request.files]
     combined = combine(
@@ -298,16 +301,6 @@ def combine_files(request: Combination, report: Report) -> None:
     receipt = receipt_for(VERB, combined.rows, [source.receipt for source in sources])
     form = form_for(sources[0], request.dtype, report)
     put_adapter(request.out, combined.adapter, sources[0].family, form, receipt, report)
-
-
-def opened(path: Path, request: Combination, report: Report) -> Source:
-    """One of the files, with its name in all that is found about it; raises as `open_adapter` does."""
-    before = len(report.findings)
-    try:
-        return open_adapter(path, report, allow_unmatched=request.allow_unmatched, answers=request.answers)
-    finally:
-        named = [replace(one, evidence={**one.evidence, "file": path.name}) for one in report.findings[before:]]
-        report.findings[before:] = named
 
 
 def demand_strengths(files: Sequence[tuple[Path, float]]) -> None:
