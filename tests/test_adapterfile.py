@@ -12,6 +12,7 @@ import torch
 from finitune.adapters import AdapterSet, SiteAdapter
 from finitune.errors import AdapterError, FileError
 from finitune.files.tensorfile import TensorFile
+from finitune.files.writer import workshop_of
 from finitune.journeys import resize
 from finitune.merging.adapterfile import Expected, Form, open_adapter, put_adapter, put_written, settled
 from finitune.namings.core import Answers
@@ -103,3 +104,16 @@ def test_what_is_stated_stays_beside_what_is_not(tmp_path: Path):
     found = open_adapter(path, Report("test"), answers=Answers(scale=0.5)).reading
     assert (found.adapter[one].alpha, found.adapter[other].alpha) == (5.0, 1.0)
     assert [f.level for f in report.findings if f.code == "ADAPTER-SCALE-UNKNOWN"] == [Level.ERROR]
+
+
+def test_what_a_killed_run_left_is_named_and_removed(tmp_path: Path):
+    left = tmp_path / ".partial-0123abcd-x.safetensors"
+    left.write_bytes(b"half")
+    workshop_of(left).mkdir()
+    (workshop_of(left) / "x.safetensors").write_bytes(b"more")
+    others = tmp_path / ".partial-0123abcd-y.safetensors"
+    others.write_bytes(b"another file's")
+    report = put(tmp_path / "x.safetensors", "kohya", adapter())
+    (finding,) = [one for one in report.findings if one.code == "FILE-STRAY"]
+    assert finding.subject == str(left) and finding.evidence == {"size_bytes": 4}
+    assert sorted(path.name for path in tmp_path.iterdir()) == [others.name, "x.safetensors"]

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import secrets
+import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -122,6 +123,31 @@ def strays(path: str | Path) -> list[Path]:
     pattern = re.compile(rf"\.partial-[0-9a-f]{{8}}-{re.escape(path.name)}")
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     return sorted(found for found in beside if pattern.fullmatch(found.name) and is_abandoned(found))
+
+
+def remove_strays(path: str | Path) -> dict[Path, int]:
+    """Remove what killed programs left beside `path`; the size in bytes of each by its name."""
+    sizes = {stray: stray.stat().st_size for stray in strays(path)}
+    for stray in sizes:
+        shutil.rmtree(workshop_of(stray), ignore_errors=True)
+        stray.unlink()
+    return sizes
+
+
+@contextmanager
+def workshop(temporary: Path) -> Iterator[Path]:
+    """A folder beside a temporary file, for files that need names of their own meanwhile; gone at the end."""
+    place = workshop_of(temporary)
+    place.mkdir()
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place)
+
+
+def workshop_of(temporary: Path) -> Path:
+    """Where the workshop of a temporary file is."""
+    return temporary.with_name(f"{temporary.name}.d")
 
 
 def is_abandoned(path: Path) -> bool:

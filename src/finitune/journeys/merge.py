@@ -109,9 +109,10 @@ def merge(request: Request, report: Report, progress: Progress) -> None:
     """The merge into a model; findings, figures and artifacts go to the report. Raises FinituneError."""
     from finitune.merging.adapterfile import Model
     from finitune.merging.bases import open_base, read_renames
-    from finitune.merging.output import demand_disk, demand_place, filled, lay_out, remove_strays
+    from finitune.merging.output import demand_disk, demand_place, filled, lay_out
     from finitune.merging.plan import tables
     from finitune.merging.readback import demand_good, read_back
+    from finitune.merging.strays import clear_strays
     from finitune.merging.survival import report_survival
 
     manner, named, least = request.manner(), request.named(), request.least_survival()
@@ -132,7 +133,7 @@ def merge(request: Request, report: Report, progress: Progress) -> None:
         report_survival(report, survivals, least, PRECISE)
         report.add(Level.NOTE, "MERGE-DRY-RUN", str(request.out), "nothing was written")
         return
-    remove_strays(files, report)
+    clear_strays([file.path for file in files], report)
     with filled(files, manner, known, progress) as (fillings, outcomes):
         checked = read_back(fillings, manner)
         demand_good(checked)

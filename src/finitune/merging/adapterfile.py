@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -19,9 +18,10 @@ from finitune.adapters.core import Shape
 from finitune.adapters.difference import change_error
 from finitune.errors import AdapterError, FileError, FinituneError, UsageError
 from finitune.files.tensorfile import TensorFile
-from finitune.files.writer import save_tensors, staged, write_text
+from finitune.files.writer import save_tensors, staged, workshop, write_text
 from finitune.merging.bases import Base
 from finitune.merging.pairing import as_family, model_of, open_checkpoint, weight_shapes
+from finitune.merging.strays import clear_strays
 from finitune.merging.stream import torch_threads_kept
 from finitune.models.spec import ModelSpec
 from finitune.namings.blocks import doubtful_blocks
@@ -274,11 +274,12 @@ def put_written(path: Path, written: Written, expected: Expected, report: Report
     folder = path.parent if written.config is None else path
     names = file_names(written, path)
     targets = [folder / name for name in names.values()]
-    with staged(targets) as temporaries, TemporaryDirectory(prefix=".partial-", dir=folder) as place:
-        save(written, Path(place), names)  # under their own names: PEFT's tensors need the other file beside them
-        back = read_back(Path(place) / names["adapter"], written, expected, report)
+    clear_strays(targets, report)
+    with staged(targets) as temporaries, workshop(temporaries[0]) as place:
+        save(written, place, names)  # under their own names: PEFT's tensors need the other file beside them
+        back = read_back(place / names["adapter"], written, expected, report)
         for name, temporary in zip(names.values(), temporaries, strict=True):
-            (Path(place) / name).replace(temporary)
+            (place / name).replace(temporary)
     report.artifacts |= {what: str(folder / name) for what, name in names.items()}
     report.figures["bytes"] = (folder / names["adapter"]).stat().st_size
     tell_written(written, names, report)

@@ -13,14 +13,13 @@ import torch
 
 from finitune.errors import FileError, UsageError
 from finitune.files.tensorfile import INDEX_SUFFIX, TensorEntry, TensorFile
-from finitune.files.writer import encode_header, staged, strays
+from finitune.files.writer import encode_header, staged
 from finitune.merging.bases import ENDING, Base
 from finitune.merging.plan import Plan, Planned
 from finitune.merging.stream import Lane, flushed_meanwhile, in_lanes, reserve
 from finitune.merging.survival import Survival
 from finitune.merging.work import Job, Manner, Outcome, copy_file, copy_or_merge
 from finitune.progress import Progress
-from finitune.report import Level, Report
 
 DEFAULT_SHARD = 5_000_000_000
 """The Hub's and diffusers' own size of a shard, in bytes."""
@@ -199,15 +198,6 @@ def demand_disk(files: Sequence[OutFile], out: Path) -> int:
             remedy="Free some space, or write to another disk. Nothing was written.",
         )
     return needed
-
-
-def remove_strays(files: Sequence[OutFile], report: Report) -> None:
-    """Remove, and name, what a killed run left beside the output."""
-    for stray in [stray for file in files for stray in strays(file.path)]:
-        size = stray.stat().st_size
-        stray.unlink()
-        message = f"a run that was killed had left {size} bytes; they are removed"
-        report.add(Level.NOTE, "FILE-STRAY", str(stray), message, size_bytes=size)
 
 
 @contextmanager
