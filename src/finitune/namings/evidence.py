@@ -121,6 +121,12 @@ class Case:
         """What decides between families, the weightiest first."""
         return self.resolved, -len(self.contradicting), -self.beyond, len(self.agreeing)
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether every module is the family's, widths say so too, and nothing speaks against it."""
+        whole = self.resolved == len(self.sights)
+        return whole and bool(self.agreeing) and not self.contradicting and not self.beyond
+
 
 def case_for(model: ModelSpec, groups: Sequence[Group], metadata: Mapping[str, str]) -> Case:
     """How well a family explains the modules of a file."""
@@ -158,6 +164,8 @@ def identify(
     Raises AdapterError (ADAPTER-OTHER-FAMILY) where another family explains the file and the named one does not.
     """
     known = list({one.name: one for one in (*models, *([model] if model is not None else ()))}.values())
+    if model is not None and (named := case_for(model, groups, metadata)).is_certain:
+        return named, metadata_findings(named, metadata, known)
     cases = [case_for(one, groups, metadata) for one in known]
     best = max(cases, key=lambda case: (case.strength, case.named, case.coverage))
     findings: list[Finding] = []
