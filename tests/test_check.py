@@ -58,8 +58,8 @@ def test_a_good_file_is_named_and_says_where_it_loads(tmp_path: Path):
     assert report.ok, report.findings
     assert report.figures["algorithms"] == {"lora": 3} and report.figures["alphas"] == [3.0]
     tables = {table.title: table for table in report.tables}
-    assert {row[0]: row[1] for row in tables["where it will load"].rows}["ComfyUI"] == "yes"
-    assert {row[0]: row[1] for row in tables["where it will load"].rows} == report.figures["loads"]
+    assert {row[0]: row[1] for row in tables["loads"].rows}["ComfyUI"] == "yes"
+    assert {row[0]: row[1] for row in tables["loads"].rows} == report.figures["loads"]
     ((component, adapted, of_model),) = tables["components"].rows
     assert report.figures["components"] == {"transformer": {"sites": 3, "of": int(of_model)}}
     assert (component, adapted) == ("transformer", "3") and int(of_model) > 60
@@ -140,7 +140,7 @@ def test_the_convention_of_dora_is_told(tmp_path: Path, side, told: str):
     }
     report = checked(anima_file(tmp_path / "x.safetensors", AdapterSet(sites)))
     assert report.figures["dora"] == [{"side": side, "norm_of": "adapted", "sites": 2}]
-    (table,) = (table for table in report.tables if table.title == "DoRA")
+    (table,) = (table for table in report.tables if table.title == "dora")
     assert table.rows == ((told, "of the adapted weight", "2"),)
     assert report.figures["components"] == {"transformer": {"sites": 3, "of": None}}
 

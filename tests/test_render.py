@@ -72,6 +72,14 @@ def test_terminal_tells_verdict_then_worst_first_then_the_rest():
         assert told in text
 
 
+def test_a_figure_that_has_a_table_of_its_name_is_told_once():
+    report = Report("check", figures={"sites": 2, "loads": {"ComfyUI": "yes"}})
+    report.tables.append(Table("loads", ("program", "loads", "why"), (("ComfyUI", "yes", "it does"),)))
+    text = shown(report)
+    assert text.count("ComfyUI") == 1 and "it does" in text and "sites" in text
+    assert report.as_json()["figures"]["loads"] == {"ComfyUI": "yes"}
+
+
 def test_verdicts():
     assert verdict(Report("plan")) == ("OK", "plan: nothing to report")
     assert verdict(Report("plan").fail(FileError("gone", code="FILE-GONE")))[0] == "FAILED"

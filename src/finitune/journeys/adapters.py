@@ -134,12 +134,12 @@ def loads(reading: Reading) -> dict[str, str]:
     return {one.loader: one.verdict.value for one in where_it_loads(reading)}
 
 
-def loads_table(reading: Reading, title: str) -> Table:
+def loads_table(reading: Reading) -> Table:
     """The same for a person, with the reasons."""
     from finitune.namings.loaders import where_it_loads
 
     rows = tuple((one.loader, one.verdict.value, one.reason) for one in where_it_loads(reading))
-    return Table(title, ("program", "loads", "why"), rows)
+    return Table("loads", ("program", "loads", "why"), rows)
 
 
 def put_on(

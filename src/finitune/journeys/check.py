@@ -103,7 +103,7 @@ def check_adapter(file: TensorFile, request: Request, report: Report) -> None:
         report.tables.append(magnitude_table(magnitudes))
     if said := [(key, file.metadata[key]) for key in SAID if key in file.metadata]:
         report.tables.append(Table("what it says of itself", ("key", "value"), tuple(said)))
-    report.tables.append(loads_table(reading, "where it will load"))
+    report.tables.append(loads_table(reading))
 
 
 def adapter_figures(file: TensorFile, reading: Reading) -> dict[str, object]:
@@ -169,7 +169,7 @@ def magnitude_table(magnitudes: Iterable[Mapping[str, object]]) -> Table:
     sides = {"out": "one per output", "in": "one per input"}
     norms = {"adapted": "of the adapted weight", "base": "of the base weight"}
     rows = tuple((sides[str(m["side"])], norms[str(m["norm_of"])], str(m["sites"])) for m in magnitudes)
-    return Table("DoRA", ("magnitudes", "norms", "modules"), rows)
+    return Table("dora", ("magnitudes", "norms", "modules"), rows)
 
 
 def check_hashes(file: TensorFile, report: Report) -> None:

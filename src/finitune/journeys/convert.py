@@ -98,7 +98,7 @@ def convert_file(request: Request, report: Report) -> None:
     demand_kept(written, request, report)
     back = put_written(target, written, Expected(change.reference, source.family, change.error), report)
     report.figures["loads"] = loads(back)
-    report.tables.append(loads_table(back, "who loads it"))
+    report.tables.append(loads_table(back))
 
 
 def mended(reading: Reading, report: Report) -> AdapterSet:

@@ -20,12 +20,17 @@ INDENT = 2
 
 
 def show(report: Report, console: Console) -> None:
-    """Print the verdict, then the findings by level, the figures, the tables and the files written."""
+    """Print the verdict, then the findings by level, the figures, the tables and the files written.
+
+    A figure that a table tells in more words is left to the table, whose title is its name.
+    """
     word, sentence = verdict(report)
+    told = {table.title for table in report.tables}
+    figures = {name: value for name, value in report.figures.items() if name not in told}
     console.print(Text.assemble((word, VERDICT_STYLES[word]), "  ", printable(sentence)))
     sections = [
         *(_finding(finding) for finding in in_order(report.findings)),
-        *([_pairs("Figures", report.figures)] if report.figures else []),
+        *([_pairs("Figures", figures)] if figures else []),
         *(_table(table) for table in report.tables),
         *([_pairs("Files", report.artifacts)] if report.artifacts else []),
     ]
