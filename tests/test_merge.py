@@ -136,6 +136,7 @@ def test_a_dry_run_writes_nothing_and_foretells(base, lora):
     out = base.with_name("out.safetensors")
     report = run(Request(model=str(base), adapters=(str(lora),), out=out, dry_run=True))
     assert report.ok and not out.exists() and finding(report, "MERGE-DRY-RUN")
+    assert [row["algorithm"] for row in report.as_json()["figures"]["merge"]].count("LoRA") > 0
     real, _ = merged(base, lora)
     for figure in ("tensors_adapted", "bytes", "survival_min", "changed_share"):
         assert report.figures[figure] == real.figures[figure]

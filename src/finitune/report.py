@@ -106,6 +106,10 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
+    def as_dicts(self) -> list[dict[str, str]]:
+        """The rows by column name, for a figure of the table's name: what JSON tells in its place."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+
 
 def plain(value: object) -> object:
     """`value` as JSON can hold it: paths and non-finite numbers become text."""

@@ -131,6 +131,7 @@ def merge(request: Request, report: Report, progress: Progress) -> None:
     if request.dry_run:
         survivals = {str(one.key): found for one in plan.adapted if (found := known.get(one.entry))}
         report_survival(report, survivals, least, PRECISE)
+        report.figures |= {table.title: table.as_dicts() for table in report.tables}
         report.add(Level.NOTE, "MERGE-DRY-RUN", str(request.out), "nothing was written")
         return
     clear_strays([file.path for file in files], report)
