@@ -207,6 +207,19 @@ def total(tensors: Sequence[Tensor]) -> Tensor:
     return sum(tensors[1:], start=tensors[0])
 
 
+def demand_module(root: nn.Module, known: Mapping[str, nn.Module], name: str) -> nn.Module:
+    """The module of a name; raises AdapterError (ADAPTER-UNKNOWN-MODULE) where `root` has none."""
+    if not name or name not in known:
+        raise AdapterError(
+            f"{type(root).__name__} has no module {name!r}.{did_you_mean(name, known)}",
+            code="ADAPTER-UNKNOWN-MODULE",
+            subject=name,
+            evidence={"modules": len(known)},
+            remedy="The adapter was made for another model, or its names were not translated to this one's.",
+        )
+    return known[name]
+
+
 def demand_layer(layer: nn.Module) -> None:
     """Raise AdapterError (ADAPTER-LAYER) for a module that is not a plain or planned Linear or convolution."""
     forward = type(layer).forward
@@ -294,17 +307,10 @@ def attach(
     known = dict(root.named_modules())
     layers: dict[str, AdaptedLayer] = {}
     for name, given in adapters.items():
-        if not name or name not in known:
-            raise AdapterError(
-                f"{type(root).__name__} has no module {name!r}.{did_you_mean(name, known)}",
-                code="ADAPTER-UNKNOWN-MODULE",
-                subject=name,
-                evidence={"modules": len(known)},
-                remedy="The adapter was made for another model, or its names were not translated to this one's.",
-            )
+        layer = demand_module(root, known, name)
         pairs = [(given, 1.0)] if isinstance(given, SiteAdapter) else given
         try:
-            layers[name] = AdaptedLayer(known[name], [(a, strength * own) for a, own in pairs], trainable)
+            layers[name] = AdaptedLayer(layer, [(a, strength * own) for a, own in pairs], trainable)
         except AdapterError as error:
             error.subject = error.subject or name
             raise
@@ -319,7 +325,11 @@ def merge(root: nn.Module, adapters: Mapping[str, Sequence[Strong]]) -> None:
     Adapted weights are fp32 afterwards, so that no half precision has taken its share yet. Nothing is changed where
     one does not fit. Raises AdapterError as `attach` does.
     """
-    attach(root, adapters).detach()  # everything is looked at before anything is written
+    known = dict(root.named_modules())
+    for name, strong in adapters.items():  # everything is looked at before anything is written
+        layer = demand_weight(demand_module(root, known, name), name)
+        for adapter, _ in strong:
+            demand_fit(adapter, layer)
     for name, strong in adapters.items():
         layer: Any = root.get_submodule(name)
         layer.weight.data = combined_weight(layer.weight.data.double(), list(strong)).float()
@@ -327,6 +337,18 @@ def merge(root: nn.Module, adapters: Mapping[str, Sequence[Strong]]) -> None:
         if change is not None:
             demand_bias(layer, name)
             layer.bias.data = layer.bias.data.float() + change
+
+
+def demand_weight(layer: nn.Module, name: str) -> nn.Module:
+    """The layer; raises AdapterError (ADAPTER-LAYER) where it has no weight."""
+    if getattr(layer, "weight", None) is None:
+        raise AdapterError(
+            f"{name} is a {type(layer).__name__} without a weight",
+            code="ADAPTER-LAYER",
+            subject=name,
+            remedy="The adapter was made for another model: this one has nothing to change there.",
+        )
+    return layer
 
 
 def demand_bias(layer: nn.Module, name: str) -> None:

@@ -84,9 +84,8 @@ class NamedAdapter:
 
 @dataclass(frozen=True)
 class Worn:
-    """What was put on a model: strengths by site and component, where attached layers went, and what receipts say."""
+    """What was put on a model: where the attached layers went, by component, and what receipts say."""
 
-    adapters: Mapping[str, Mapping[str, list[Strong]]]
     places: Mapping[str, Mapping[str, str]]
     receipts: list[dict[str, object]]
 
@@ -178,4 +177,4 @@ def put_on(
             attach(root, sites)
             places[component] = {site: f"{site}.base" for site in sites}
     report.figures["adapted_sites"] = sum(map(len, adapters.values()))
-    return Worn(adapters, places, receipts)
+    return Worn(places, receipts)
