@@ -26,6 +26,8 @@ OPTIONS = {
     "generate": MODEL | PICTURE | DOUBTS | {"precision", "plan", "out", "adapter", "merge_first"},
     "diagnose": MODEL | PICTURE | {"precision", "out"},
     "plan": MODEL | {"out", "headroom_bits", "prompts", "steps", "seed", "size"},
+    "train": {"config", "source", "init", "explain", "dry_run", "resume", "out"},
+    "verify_resume": {"config", "steps", "out"},
     "check": DOUBTS | {"file", "model"},
     "convert": DOUBTS
     | {"file", "to", "out", "as_algorithm", "rank", "dtype", "blocks", "portable", "model"}
@@ -41,6 +43,8 @@ LINES = {
     "generate": ["generate", "pico-anima"],
     "diagnose": ["diagnose", "m"],
     "plan": ["plan", "m"],
+    "train": ["train", "c"],
+    "verify_resume": ["verify-resume", "c"],
     "check": ["check", "f"],
     "convert": ["convert", "f", "--to", "kohya"],
     "merge": ["merge", "m", "a:0.5", "b", "-o", "o"],
@@ -211,7 +215,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.strip() == __version__
     assert main(["--help"]) == 0 and main([]) == 0
     text = capsys.readouterr().out
-    assert all(verb.__name__ in text for verb in VERBS)
+    assert all(verb.__name__.replace("_", "-") in text for verb in VERBS)
     assert main(["generate", "--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in text for name in OPTIONS["generate"] - {"model"} | {"json", "debug"})

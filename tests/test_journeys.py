@@ -173,20 +173,26 @@ def test_three_files_draw_the_same_picture(three_files, parts, tmp_path):
 
 
 def test_demo_tells_the_story_on_one_page(tmp_path):
-    report = demo.run(demo.Request(out=tmp_path, steps=STEPS), story_page)
+    report = demo.run(demo.Request(out=tmp_path, steps=STEPS, train_steps=10), story_page)
     assert report.exit_code == 0, [f.message for f in report.findings]
     assert report.figures["psnr_vs_fp32"] > report.figures["bf16_psnr_vs_fp32"]
     page = (tmp_path / "report.html").read_text()
     assert page.count('class="bad">the picture is black<') == 1 and page.count('class="good"') == 3
-    assert page.count("data:image/png;base64,") == 4 and "<svg" in page and "patch_embed" in page
+    assert page.count("data:image/png;base64,") == 6 and page.count("<svg") == 2 and "patch_embed" in page
+    assert report.figures["training_steps"] == 10 and report.figures["training_non_finite_steps"] == 0
+    assert report.figures["training_validation_loss"] < report.figures["training_validation_loss_first"]
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "bf16.png",
         "fp32.png",
+        "merged",
         "pico-anima.plan.toml",
+        "plain.png",
         "planned-half.png",
         "raw-half.suspect.png",
         "report.html",
+        "training",
+        "worn.png",
     ]
 
 

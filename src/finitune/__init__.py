@@ -1,6 +1,6 @@
 """finitune: fine-tune, run and merge diffusion adapters in half precision, and stay finite.
 
-The six things a script needs; everything else is in the command line, `finitune --help`.
+The seven things a script needs; everything else is in the command line, `finitune --help`.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finitune.api import apply, attach, plan
+    from finitune.api import apply, attach, plan, train
     from finitune.numerics.simulate import half as simulate_half
     from finitune.precision.plan import PrecisionPlan
     from finitune.precision.probe import probe
 
 __version__ = "0.1.0"
-__all__ = ["PrecisionPlan", "__version__", "apply", "attach", "plan", "probe", "simulate_half"]
+__all__ = ["PrecisionPlan", "__version__", "apply", "attach", "plan", "probe", "simulate_half", "train"]
 
 _PLACES = {
     "PrecisionPlan": ("finitune.precision.plan", "PrecisionPlan"),
@@ -23,6 +23,7 @@ _PLACES = {
     "plan": ("finitune.api", "plan"),
     "probe": ("finitune.precision.probe", "probe"),
     "simulate_half": ("finitune.numerics.simulate", "half"),
+    "train": ("finitune.api", "train"),
 }
 
 

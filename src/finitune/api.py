@@ -1,14 +1,15 @@
-"""Plans and adapters on a diffusers pipeline in a script; the command line goes the same way."""
+"""Plans, adapters and trainings in a script; the command line goes the same way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finitune.adapters.layer import attach as adapters_on
+from finitune.errors import UsageError
 from finitune.generation.planning import calibrate, plan_model
 from finitune.generation.precisions import in_precision
 from finitune.generation.settings import Settings
@@ -16,7 +17,11 @@ from finitune.merging.adapterfile import Model, open_adapter
 from finitune.models.anima import ANIMA
 from finitune.models.anima.load import AnimaParts, parts_of
 from finitune.precision.plan import PrecisionPlan
-from finitune.report import Report
+from finitune.report import Level, Report
+
+if TYPE_CHECKING:
+    from finitune.config.schema import TrainConfig
+    from finitune.training.events import Event
 
 
 def plan(
@@ -102,3 +107,49 @@ def attach(pipe: Any, file: str | Path, strength: float = 1.0) -> InForce:
             sites = source.reading.adapter.component(component.name)
             stack.enter_context(adapters_on(getattr(pipe, component.name), sites, strength))
         return InForce(pipe, stack.pop_all())
+
+
+class Training:
+    """A training: iterate over its events. At the end `report` has its findings, figures and files, as --json shows."""
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+        self.report = Report("train")
+
+    def __iter__(self) -> Iterator[Event]:
+        from finitune.journeys.train import events_of
+        from finitune.journeys.training import Stopped
+
+        try:
+            yield from events_of(self.config, self.report)
+        except Stopped as stopped:
+            errors = [finding for finding in self.report.findings if finding.level is Level.ERROR]
+            raise UsageError(
+                f"the training was refused before its first step: {errors[0].message}",
+                code="TRAIN-REFUSED",
+                subject=errors[0].subject,
+                evidence={"errors": [f"{one.code}: {one.message}" for one in errors]},
+                remedy=errors[0].remedy,
+            ) from stopped
+
+
+def train(config: str | Path | Mapping[str, Any]) -> Training:
+    """A training by our own TOML, a path or {section: {option: value}}; nothing runs before the first event is taken.
+
+    Raises UsageError for a configuration that is not one.
+
+    >>> import finitune as ft
+    >>> training = ft.train({
+    ...     "model": {"pretrained_model_name_or_path": "pico-anima"},
+    ...     "saving": {"output_dir": "finitune-out/example"},
+    ...     "general": {"resolution": 64},
+    ...     "datasets": [{"subsets": [{"image_dir": "examples/emoji_style/pictures"}]}],
+    ... })
+    >>> training.config.network.network_dim
+    16
+    """
+    from finitune.config.read import read_config, validate
+
+    if isinstance(config, (str, Path)):
+        return Training(read_config(Path(config)).config)
+    return Training(validate(config, "the configuration")[0])

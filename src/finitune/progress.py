@@ -16,6 +16,14 @@ class Progress(Protocol):
         """`count` more steps of stage `name` are done."""
         ...
 
+    def say(self, name: str, text: str) -> None:
+        """How stage `name` stands, in a line that the next one replaces."""
+        ...
+
+    def tell(self, text: str) -> None:
+        """Something that stays to be read."""
+        ...
+
     def finish(self, name: str) -> None:
         """Stage `name` is over, however many steps it took."""
         ...
@@ -28,6 +36,12 @@ class Silent:
         """Say nothing."""
 
     def advance(self, name: str, count: int = 1) -> None:
+        """Say nothing."""
+
+    def say(self, name: str, text: str) -> None:
+        """Say nothing."""
+
+    def tell(self, text: str) -> None:
         """Say nothing."""
 
     def finish(self, name: str) -> None:

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from finitune.adapters.dropout import Dropout
 from finitune.errors import AdapterError
 
 Shape = tuple[int, ...]
@@ -135,6 +136,8 @@ class Algorithm(ABC):
     """Roles that may be there, beside `diff_b`."""
     flat_kernel: ClassVar[bool] = False
     """Whether the shape's second axis may hold the kernel, too."""
+    drops_inside: ClassVar[bool] = False
+    """Whether dropout falls on what is between its factors, and not on the input and the outputs of its change."""
 
     @abstractmethod
     def shape(self, adapter: SiteAdapter) -> Shape | None:
@@ -166,9 +169,34 @@ class Algorithm(ABC):
         """b(1) - b for the base's bias (None where the base has none), or None where the bias stays."""
         return adapter.tensors.get("diff_b")
 
-    def forward(self, adapter: SiteAdapter, x: Tensor, products: Products) -> Tensor | None:
-        """x through W(1) - W by products with the factors alone, fp32; None where there is no cheaper way."""
+    def forward(
+        self,
+        adapter: SiteAdapter,
+        x: Tensor,
+        products: Products,
+        factor: float = 1.0,
+        dropping: Dropout | None = None,
+    ) -> Tensor | None:
+        """factor * (x through W(1) - W) by products with the factors alone, magnitude left out, in fp32.
+
+        None where there is no cheaper way. `dropping` is for those that drop inside.
+        """
         return None
+
+    def onto(self, adapter: SiteAdapter, base: Tensor, factor: float) -> Tensor:
+        """W + factor * (W(1) - W), magnitude left out, for a Linear's weight that it is known to fit; a new tensor."""
+        return torch.add(base, self.delta(adapter, base), alpha=factor)
+
+    def pull(self, adapter: SiteAdapter, x: Tensor, grad: Tensor) -> Mapping[str, Tensor] | None:
+        """The gradients, by role, of the sum of grad * (x through W(1) - W), magnitude left out, by the factors alone.
+
+        `x` is (rows, in) and `grad` (rows, out) of a Linear, in fp32 or fp64. None where grad.T @ x is no dearer.
+        """
+        return None
+
+    def row_norms(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
+        """The Euclidean norms (out) of the rows of W + dW, kernels included, in the dtype of `base`."""
+        return torch.linalg.vector_norm((base + self.delta(adapter, base)).flatten(1), dim=1)
 
     def missing(self, present: Set[str]) -> Set[str]:
         """The roles that must join those present."""
@@ -254,4 +282,14 @@ def wrong_magnitude(magnitude: Magnitude, shape: Shape) -> AdapterError:
         code="ADAPTER-DORA",
         evidence={"magnitudes": list(magnitude.tensor.shape), "side": magnitude.side, "weight": list(shape)},
         remedy="The magnitudes are of the other side, or of another module: check the file's convention.",
+    )
+
+
+def not_additive(algorithm: Algorithm) -> AdapterError:
+    """The error for DoRA magnitudes over an algorithm that they have no meaning for."""
+    return AdapterError(
+        f"a magnitude (DoRA) over {algorithm.title}, which is not additive, has no meaning",
+        code="ADAPTER-DORA",
+        evidence={"algorithm": algorithm.name},
+        remedy="Drop the magnitude if it was written by mistake, or export the adapter again.",
     )

@@ -3,6 +3,8 @@
 Source: Liu et al. 2024 (arXiv 2402.09353), equation 5. What implementations disagree about is stated by Magnitude:
 the side whose norms are taken (PEFT and LyCORIS since 3.2: "out"; LyCORIS before, and A1111: "in"), and whether the
 norm is that of V or of W alone (ComfyUI's and Forge's fault on the output side: only to predict what they draw).
+The norm is part of the gradient here; section 4.3 of the paper, and PEFT with it, hold it constant to save memory,
+which `held` saves by making it again.
 """
 
 from __future__ import annotations
@@ -17,15 +19,25 @@ def delta(base: Tensor, additive: Tensor, magnitude: Magnitude) -> Tensor:
     """W(1) - W for `base` (out, in, *kernel) and its additive change, in their dtype, fp32 or fp64."""
     direction = base + additive
     norm = norms(direction if magnitude.norm_of == "adapted" else base, magnitude.side)
-    empty = norm == 0  # such a row has no direction to scale; it is kept out of the division for the gradient's sake
-    ratio = as_side(magnitude, base) / torch.where(empty, 1, norm + magnitude.eps)
-    return torch.where(empty, 1, ratio) * direction - base
+    return ratio(magnitude, norm, base) * direction - base
+
+
+def ratio(magnitude: Magnitude, norm: Tensor, base: Tensor) -> Tensor:
+    """magnitude / norm, broadcastable to `base`; 1 where the norm is 0: such a row has no direction to scale."""
+    empty = norm == 0  # kept out of the division for the gradient's sake
+    return torch.where(empty, 1, as_side(magnitude, base) / torch.where(empty, 1, norm + magnitude.eps))
 
 
 def norms(weight: Tensor, side: str) -> Tensor:
     """The Euclidean norms of the rows ("out") or columns ("in", over the kernel too), broadcastable to `weight`."""
-    kept = 0 if side == "out" else 1
-    return torch.linalg.vector_norm(weight, dim=[d for d in range(weight.ndim) if d != kept], keepdim=True)
+    if side == "out":
+        return row_norms(weight).view(-1, *[1] * (weight.ndim - 1))
+    return torch.linalg.vector_norm(weight, dim=[d for d in range(weight.ndim) if d != 1], keepdim=True)
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """The Euclidean norms (out) of the rows: the one way they are summed, so that equal weights have equal norms."""
+    return torch.linalg.vector_norm(weight.flatten(1), dim=1)
 
 
 def as_side(magnitude: Magnitude, base: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 The adapter keeps a precision of its own: fp32 tensors, products that are scaled half products where the base computes
 in half and fp32 where it does not, one sum in fp32 and one rounding to the dtype that the base writes. W + dW is never
-rounded to half: most of a small dW would be lost between two neighbouring weights.
+rounded to half: most of a small dW would be lost between two neighbouring weights. In fp32, one product through W + dW
+is the cheapest way to train, and is taken there (`single`).
 
 The base stays a child named `base`, so a precision plan made for the adapted model finds its products there. A plan
 made before names the layers themselves: put it in force first, then attach; the powers of two that it left on the base
@@ -11,153 +12,23 @@ made before names the layers themselves: put it in force first, then attach; the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from finitune.adapters import algorithm_of
 from finitune.adapters.core import SiteAdapter
+from finitune.adapters.dropout import Dropout
+from finitune.adapters.held import HeldAdapter, HeldAdapters, bias_change, wrong_state
+from finitune.adapters.single import adapted_linear, alone
 from finitune.adapters.weight import Strong, combined_weight, weight_delta
 from finitune.errors import AdapterError, did_you_mean
-from finitune.numerics.conv import UNIT, Geometry, half_conv
-from finitune.numerics.half import half_linear
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-MAGNITUDE = "magnitude"
-
-
-class LayerProducts:
-    """The products of one layer for its adapters: half where the layer computes in half, else fp32."""
-
-    def __init__(self, layer: nn.Module):
-        weight: Any = layer.weight
-        self.layer: Any = layer
-        self.axes = weight.ndim - 2
-        self.half = getattr(layer, "arithmetic", weight.dtype) is torch.float16 and self.axes != 1
-        self.groups: int = getattr(layer, "groups", 1)
-        self.channels = 1 if self.axes else -1
-
-    def walk(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x by `weight` (n, in / groups[, *kernel]) as the layer walks: its padding, stride, dilation and groups."""
-        if not self.axes:
-            return self.linear(x, weight.flatten(1))
-        layer, padding = self.layer, self.layer.padding
-        if layer.padding_mode != "zeros" or isinstance(padding, str):
-            mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
-            x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode), 0
-        geometry = Geometry(layer.stride, padding, layer.dilation, layer.groups)
-        return self.convolve(x, weight if weight.ndim > 2 else self.pointwise(weight), geometry)
-
-    def mix(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x by `weight` (n, c) over the channels alone."""
-        return self.convolve(x, self.pointwise(weight), UNIT) if self.axes else self.linear(x, weight)
-
-    def pointwise(self, weight: Tensor) -> Tensor:
-        """`weight` (n, c) with a kernel of length 1 along every axis."""
-        return weight.reshape(*weight.shape, *[1] * self.axes)
-
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product of a Linear in the arithmetic that was chosen."""
-        return half_linear(x, weight, exponent=None) if self.half else F.linear(x.float(), weight.float())
-
-    def convolve(self, x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-        """The product of a convolution in the arithmetic that was chosen."""
-        if self.half:
-            return half_conv(x, weight, None, geometry, exponent=None)
-        convolve = getattr(F, f"conv{self.axes}d")
-        return convolve(x.float(), weight.float(), None, *geometry)
-
-
-class HeldAdapter(nn.Module):
-    """One adapter's tensors in fp32: parameters where it is trained, else buffers. `strength` may be set."""
-
-    def __init__(self, adapter: SiteAdapter, strength: float, trainable: bool, device: torch.device):
-        super().__init__()
-        self.strength = strength
-        self.roles = tuple(adapter.tensors)
-        magnitude = adapter.magnitude
-        self.stated = replace(adapter, tensors={})
-        for role, tensor in {**adapter.tensors, **({MAGNITUDE: magnitude.tensor} if magnitude else {})}.items():
-            floating = tensor.is_floating_point()
-            own = tensor.detach().to(device, torch.float32 if floating else tensor.dtype, copy=True)
-            if floating and trainable:
-                self.register_parameter(role, nn.Parameter(own))
-            else:
-                self.register_buffer(role, own)
-
-    @property
-    def adapter(self) -> SiteAdapter:
-        """The adapter over the live tensors."""
-        tensors = {role: getattr(self, role) for role in self.roles}
-        magnitude = self.stated.magnitude
-        live = replace(magnitude, tensor=getattr(self, MAGNITUDE)) if magnitude else None
-        return replace(self.stated, tensors=tensors, magnitude=live)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeldAdapter:
-        """Follow the model to a device, but not to another dtype."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            result = fn(tensor)
-            return result if result.dtype == tensor.dtype else tensor.to(result.device)
-
-        return super()._apply(moved, recurse)
-
-
-class HeldAdapters(nn.ModuleList):
-    """The adapters of one layer, and what they add to it together.
-
-    `scales_itself`: its products keep in range by themselves and its tensors stay fp32, so that a precision plan has
-    nothing to say about what happens inside.
-    """
-
-    scales_itself = True
-
-    def strong(self) -> list[Strong]:
-        """The adapters over the live tensors, each with its strength."""
-        return [(held.adapter, held.strength) for held in cast("Iterable[HeldAdapter]", self)]
-
-    def forward(self, x: Tensor, base: nn.Module) -> Tensor | None:
-        """What is to be added to the stored result of `base`, in fp32: by the factors, or by one product for all
-        others; None where no adapter acts.
-        """
-        acting = [(adapter, strength) for adapter, strength in self.strong() if strength != 0]
-        if not acting:
-            return None
-        products = LayerProducts(base)
-        added: list[Tensor] = []
-        dense: list[Tensor] = []
-        for adapter, strength in acting:
-            algorithm = algorithm_of(adapter.algorithm)
-            cheap = None if adapter.magnitude else algorithm.forward(adapter, x, products)
-            if cheap is None:
-                dense.append(strength * weight_delta(true_weight(base), adapter))
-            else:
-                added.append(strength * cheap)
-        if dense:
-            added.append(products.walk(x, total(dense)))
-        carry, carried = (getattr(base, name, 0) for name in ("carry", "carried"))
-        change = total(added) * 2.0 ** (carried - carry)
-        bias = bias_change(base, acting)
-        return change if bias is None else change + (bias * 2.0**-carry).view(-1, *[1] * products.axes)
-
-
-def true_weight(base: nn.Module) -> Tensor:
-    """A layer's weight in fp32, with the power of two undone by which it may be stored."""
-    weight: Any = base.weight
-    return weight.float() * 2.0 ** getattr(base, "weight_exponent", 0)
-
-
-def bias_change(base: nn.Module, acting: Sequence[Strong]) -> Tensor | None:
-    """The sum of m * (b(1) - b) in fp32, or None where every bias stays."""
-    bias: Any = base.bias
-    wide = None if bias is None else bias.float()
-    deltas = [(algorithm_of(a.algorithm).bias_delta(a, wide), strength) for a, strength in acting]
-    changes = [strength * delta.float() for delta, strength in deltas if delta is not None]
-    return total(changes) if changes else None
+NO_DROPOUT = Dropout()
 
 
 class AdaptedLayer(nn.Module):
@@ -167,14 +38,21 @@ class AdaptedLayer(nn.Module):
     AdapterError for a layer that computes anything else, and for adapters that do not fit it.
     """
 
-    def __init__(self, base: nn.Module, adapters: Sequence[Strong], trainable: bool = False):
+    def __init__(
+        self,
+        base: nn.Module,
+        adapters: Sequence[Strong],
+        trainable: bool = False,
+        dropout: Dropout = NO_DROPOUT,
+    ):
         super().__init__()
         demand_layer(base)
         weight: Any = base.weight
         for adapter, _ in adapters:
             demand_fit(adapter, base)
         self.base = base
-        self.held = HeldAdapters(HeldAdapter(a, strength, trainable, weight.device) for a, strength in adapters)
+        held = [HeldAdapter(adapter, strength, trainable, weight.device) for adapter, strength in adapters]
+        self.held = HeldAdapters(held, dropout)
         self.train(base.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -197,14 +75,12 @@ class AdaptedLayer(nn.Module):
         return adapter
 
     def forward(self, x: Tensor) -> Tensor:
+        trained = alone(self.held, x, self.base)
+        if trained is not None:
+            return adapted_linear(x, self.base, *trained)
         y = self.base(x)
-        change = self.held(x, self.base)
+        change = self.held(x, self.base, y)
         return y if change is None else (y.float() + change).to(y.dtype)
-
-
-def total(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of one or more tensors."""
-    return sum(tensors[1:], start=tensors[0])
 
 
 def demand_module(root: nn.Module, known: Mapping[str, nn.Module], name: str) -> nn.Module:
@@ -275,6 +151,50 @@ class Attached:
         for layer in self.layers.values():
             yield from layer.held.parameters()
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What is trained with its name, module and role, in the order of the layers.
+
+        Where a layer has several adapters, the number of each stands between the two.
+        """
+        for module, layer in self.layers.items():
+            for number, held in enumerate(layer.held):
+                place = module if len(layer.held) == 1 else f"{module}.{number}"
+                yield from ((f"{place}.{role}", parameter) for role, parameter in held.named_parameters())
+
+    def adapters(self) -> dict[str, SiteAdapter]:
+        """Copies of the adapters as they stand, by module: on the CPU, in fp32.
+
+        Raises AdapterError (ADAPTER-STATE) where a layer has several.
+        """
+        return {module: held.over(exported) for module, held in self.single().items()}
+
+    def load(self, adapters: Mapping[str, SiteAdapter]) -> None:
+        """Copy tensors into the live ones, in place, for exactly the modules that are attached.
+
+        Nothing is written where one does not fit. Raises AdapterError (ADAPTER-STATE) for other modules, algorithms,
+        scales, options, roles or shapes.
+        """
+        held = self.single()
+        if missing_or_more := sorted(held.keys() ^ adapters.keys()):
+            raise wrong_state("it is of other modules", modules=missing_or_more[:8], count=len(missing_or_more))
+        for module, one in held.items():
+            try:
+                one.demand_alike(adapters[module])
+            except AdapterError as error:
+                error.subject = error.subject or module
+                raise
+        for module, one in held.items():
+            one.load(adapters[module])
+
+    def single(self) -> dict[str, HeldAdapter]:
+        """What each layer holds; raises AdapterError (ADAPTER-STATE) where that is not one adapter."""
+        for module, layer in self.layers.items():
+            if len(layer.held) != 1:
+                error = wrong_state("a layer has more than one adapter", adapters=len(layer.held))
+                error.subject = module
+                raise error
+        return {module: next(iter(layer.held)) for module, layer in self.layers.items()}
+
     def detach(self) -> nn.Module:
         """Put the original modules back, which nothing has written to; returns the root.
 
@@ -293,16 +213,23 @@ class Attached:
         return self.root
 
 
+def exported(tensor: Tensor) -> Tensor:
+    """A copy on the CPU, in fp32 where it is floating."""
+    return tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+
 def attach(
     root: nn.Module,
     adapters: Mapping[str, SiteAdapter | Sequence[Strong]],
     strength: float = 1.0,
     trainable: bool = False,
+    dropout: Dropout = NO_DROPOUT,
 ) -> Attached:
     """Put adapters on the modules of `root` that `adapters` names, each alone or as (adapter, strength) pairs.
 
     `strength` multiplies all of theirs. Their tensors are copied to fp32; with `trainable` the copies are parameters.
-    Nothing is changed where one does not fit. Raises AdapterError: ADAPTER-UNKNOWN-MODULE, or as AdaptedLayer does.
+    `dropout` acts in training mode alone. Nothing is changed where one does not fit. Raises AdapterError:
+    ADAPTER-UNKNOWN-MODULE, or as AdaptedLayer does.
     """
     known = dict(root.named_modules())
     layers: dict[str, AdaptedLayer] = {}
@@ -310,7 +237,7 @@ def attach(
         layer = demand_module(root, known, name)
         pairs = [(given, 1.0)] if isinstance(given, SiteAdapter) else given
         try:
-            layers[name] = AdaptedLayer(layer, [(a, strength * own) for a, own in pairs], trainable)
+            layers[name] = AdaptedLayer(layer, [(a, strength * own) for a, own in pairs], trainable, dropout)
         except AdapterError as error:
             error.subject = error.subject or name
             raise

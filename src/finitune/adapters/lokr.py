@@ -11,7 +11,7 @@ module that is a part of a fused weight has the factors of the whole and the opt
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import torch
@@ -27,6 +27,7 @@ from finitune.adapters.core import (
     shapes_of,
     wrong_shapes,
 )
+from finitune.adapters.dropout import Dropout
 from finitune.adapters.loha import low_rank, low_rank_shape
 
 STRETCH = frozenset({"first_row", "rows"})
@@ -96,19 +97,43 @@ class LoKr(Algorithm):
         kron = torch.einsum("j m, k n ... -> j k m n ...", first.flatten(1), second)
         return self.scale(adapter) * kron.flatten(0, 1)[rows].reshape(base.shape)
 
-    def forward(self, adapter: SiteAdapter, x: Tensor, products: Products) -> Tensor | None:
-        """For a Linear, with x seen as (..., m, n): w2 along n, then w1 along m; the kron itself is never made."""
+    def forward(
+        self,
+        adapter: SiteAdapter,
+        x: Tensor,
+        products: Products,
+        factor: float = 1.0,
+        dropping: Dropout | None = None,
+    ) -> Tensor | None:
+        """For a Linear, with x seen as (..., m, n): w2 along n and w1 along m, the cheaper order; no kron is made."""
         if products.channels != -1:
             return None
         tensors, rows = trimmed(adapter)
         along_m, along_n = chain(tensors, "1"), chain(tensors, "2")
-        y = x.unflatten(-1, (along_m[0].shape[1], along_n[0].shape[1]))
-        for weight in along_n:
-            y = products.mix(y, weight)
-        y = y.transpose(-1, -2)
-        for weight in along_m:
-            y = products.mix(y, weight)
-        return y.transpose(-1, -2).flatten(-2)[..., rows] * self.scale(adapter)
+        (j, m), (k, n) = ((weights[-1].shape[0], weights[0].shape[1]) for weights in (along_m, along_n))
+        factor *= self.scale(adapter)
+        y = x.unflatten(-1, (m, n))
+        m_first = j * n * (m + k) < m * k * (n + j)
+        for axis in (-2, -1) if m_first else (-1, -2):
+            y = y.transpose(-1, axis)
+            for weight in along_m if axis == -2 else along_n:
+                y = products.mix(y, weight)
+            y = y.transpose(-1, axis)
+        y = y.flatten(-2)[..., rows]
+        return y if factor == 1 else y * factor
+
+    def pull(self, adapter: SiteAdapter, x: Tensor, grad: Tensor) -> Mapping[str, Tensor] | None:
+        """With x as (m, rows * n) and grad as (j, rows * k): d w1 = s * (grad w2) x^T, d w2 = s * grad^T (w1 x)."""
+        tensors = adapter.tensors
+        if "t2" in tensors or stretch_of(adapter) is not None:
+            return None
+        first, second = (factor(tensors, which).flatten(1) for which in ("1", "2"))
+        (j, m), (k, n) = first.shape, second.shape
+        x, grad = (t.view(len(t), a, -1).transpose(0, 1).reshape(a, -1) for t, a in ((x, m), (grad, j)))
+        of_first = (grad.view(-1, k) @ second).view(j, -1) @ x.t()
+        of_second = grad.view(-1, k).t() @ (first @ x).view(-1, n)
+        scale = self.scale(adapter)
+        return {**pulled(tensors, "1", scale * of_first), **pulled(tensors, "2", scale * of_second)}
 
 
 def stretch_of(adapter: SiteAdapter) -> tuple[int, int] | None:
@@ -193,3 +218,12 @@ def chain(tensors: Tensors, which: str) -> list[Tensor]:
     if f"w{which}" in tensors or f"t{which}" in tensors:
         return [factor(tensors, which).flatten(1)]
     return [tensors[f"w{which}_b"].flatten(1), tensors[f"w{which}_a"]]
+
+
+def pulled(tensors: Tensors, which: str, grad: Tensor) -> dict[str, Tensor]:
+    """The gradients of the tensors of factor "1" or "2", for the gradient of that factor as a matrix."""
+    full = f"w{which}"
+    if full in tensors:
+        return {full: grad.view_as(tensors[full])}
+    a, b = tensors[f"{full}_a"], tensors[f"{full}_b"]
+    return {f"{full}_a": grad @ b.flatten(1).t(), f"{full}_b": (a.t() @ grad).view_as(b)}

@@ -6,6 +6,7 @@ Sources: Hu et al. 2021 (arXiv 2106.09685), equation 3; for the axes of the core
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from finitune.adapters.core import (
     shapes_of,
     wrong_shapes,
 )
+from finitune.adapters.dropout import Dropout
 
 
 class LoRA(Algorithm):
@@ -28,6 +30,7 @@ class LoRA(Algorithm):
     title = "LoRA"
     required = frozenset({"down", "up"})
     optional = frozenset({"mid", "up_bias"})
+    drops_inside = True
 
     def rank(self, adapter: SiteAdapter) -> int:
         return adapter.tensors["down"].shape[0]
@@ -72,7 +75,14 @@ class LoRA(Algorithm):
         scaled = self.scale(adapter) * (scaled.double() if bias is None else scaled.to(bias.dtype))
         return scaled if plain is None else scaled + plain
 
-    def forward(self, adapter: SiteAdapter, x: Tensor, products: Products) -> Tensor | None:
+    def forward(
+        self,
+        adapter: SiteAdapter,
+        x: Tensor,
+        products: Products,
+        factor: float = 1.0,
+        dropping: Dropout | None = None,
+    ) -> Tensor | None:
         if products.groups != 1:
             return None
         up, down = adapter.tensors["up"].flatten(1), adapter.tensors["down"]
@@ -80,7 +90,38 @@ class LoRA(Algorithm):
             inner = products.walk(products.mix(x, down.flatten(1)), adapter.tensors["mid"])
         else:
             inner = products.walk(x, down)
-        return products.mix(inner, up) * self.scale(adapter)
+        if dropping:
+            inner = dropping.inside(inner, products.channels)
+        return products.mix(inner * (self.scale(adapter) * factor), up)
+
+    def onto(self, adapter: SiteAdapter, base: Tensor, factor: float) -> Tensor:
+        if "mid" in adapter.tensors:
+            return super().onto(adapter, base, factor)
+        up, down = (adapter.tensors[role].flatten(1) for role in ("up", "down"))
+        return torch.addmm(base, up, down, alpha=factor * self.scale(adapter))
+
+    def pull(self, adapter: SiteAdapter, x: Tensor, grad: Tensor) -> Mapping[str, Tensor] | None:
+        """d up = s * ((x down^T)^T grad)^T, which is the faster side to read grad from; d down = s * (grad up)^T x."""
+        if "mid" in adapter.tensors:
+            return None
+        up, down, scale = adapter.tensors["up"], adapter.tensors["down"], self.scale(adapter)
+        inner, back = x @ down.flatten(1).t(), grad @ up.flatten(1)
+        of_up, of_down = inner.t() @ grad, back.t() @ x
+        return {"up": (scale * of_up).t().reshape(up.shape), "down": (scale * of_down).view_as(down)}
+
+    def row_norms(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
+        """|w + s u D|^2 = |w|^2 + (2 s w D^T + s^2 u D D^T) . u for rows w of W and u of up, D being down.
+
+        Exact where u is zero: the square root of a rounded square is the number itself.
+        """
+        if "mid" in adapter.tensors:
+            return super().row_norms(adapter, base)
+        up, down = (adapter.tensors[role].to(base.dtype).flatten(1) for role in ("up", "down"))
+        scale, rows = self.scale(adapter), base.flatten(1)
+        across = rows @ down.t() * (2 * scale) + up @ (down @ down.t()) * scale**2
+        square = torch.linalg.vector_norm(rows, dim=1).square() + (across * up).sum(1)
+        empty = square <= 0
+        return torch.where(empty, 0, torch.where(empty, 1, square).sqrt())
 
 
 def rebuild(core: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finitune.adapters import algorithm_of, dora
-from finitune.adapters.core import SiteAdapter
-from finitune.errors import AdapterError
+from finitune.adapters.core import SiteAdapter, not_additive
 
 Strong = tuple[SiteAdapter, float]
 
@@ -53,12 +52,7 @@ def weight_delta(base: Tensor, adapter: SiteAdapter) -> Tensor:
     if adapter.magnitude is None:
         return delta
     if not algorithm.additive:
-        raise AdapterError(
-            f"a magnitude (DoRA) over {algorithm.title}, which is not additive, has no meaning",
-            code="ADAPTER-DORA",
-            evidence={"algorithm": algorithm.name},
-            remedy="Drop the magnitude if it was written by mistake, or export the adapter again.",
-        )
+        raise not_additive(algorithm)
     return dora.delta(base, delta, adapter.magnitude)
 
 

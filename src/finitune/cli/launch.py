@@ -23,7 +23,9 @@ from cyclopts.exceptions import (
 from finitune import __version__
 from finitune.cli.options import Flag, Job
 from finitune.cli.verbs import VERBS
+from finitune.device import processes
 from finitune.errors import FinituneError, UsageError, did_you_mean
+from finitune.progress import Silent
 from finitune.report import Finding, Level, Report
 
 if TYPE_CHECKING:
@@ -107,12 +109,18 @@ def _run(job: Job) -> Report:
     for variable in QUIET:
         os.environ.setdefault(variable, "error")
     with redirect_stdout(sys.stderr), Bars(_console(sys.stderr)) as bars:
-        return job(bars)
+        return job(Silent() if processes.number() else bars)
 
 
 def _tell(report: Report, *, json: bool) -> int:
-    """Print the report: to the output stream, or to the error stream where the request was wrong."""
-    if json:
+    """Print the report: to the output stream, or to the error stream where the request was wrong.
+
+    Of several processes the first one does; the others add a line on the error stream where something failed.
+    """
+    if processes.number():
+        for finding in (finding for finding in report.findings if finding.level is Level.ERROR):
+            print(f"process {processes.number()}: {finding.code}: {finding.message}", file=sys.stderr)
+    elif json:
         print(jsonlib.dumps(report.as_json(), indent=2, ensure_ascii=False, default=str))
     else:
         from finitune.render.terminal import show
@@ -150,7 +158,7 @@ def _usage(error: CycloptsError) -> UsageError:
 
 
 def _names() -> tuple[str, ...]:
-    return tuple(verb.__name__ for verb in VERBS)
+    return tuple(verb.__name__.replace("_", "-") for verb in VERBS)
 
 
 def _console(stream: object) -> Console:

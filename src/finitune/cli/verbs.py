@@ -11,5 +11,18 @@ from collections.abc import Callable
 from finitune.cli.adapter_verbs import check, convert, extract, merge, resize
 from finitune.cli.model_verbs import demo, diagnose, generate, plan
 from finitune.cli.options import Job
+from finitune.cli.training_verbs import train, verify_resume
 
-VERBS: tuple[Callable[..., Job], ...] = (generate, diagnose, plan, check, convert, merge, extract, resize, demo)
+VERBS: tuple[Callable[..., Job], ...] = (
+    generate,
+    diagnose,
+    plan,
+    train,
+    verify_resume,
+    check,
+    convert,
+    merge,
+    extract,
+    resize,
+    demo,
+)

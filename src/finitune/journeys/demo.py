@@ -1,7 +1,7 @@
 """finitune demo: the whole story on the shipped model, as a page to look at.
 
 Plain fp16 makes a black picture; the operation that overflowed is named; a plan is made and proved; the same prompt is
-drawn by the plan, in fp32 and in bf16.
+drawn by the plan, in fp32 and in bf16. Then a style is learned in planned half, worn, merged, and its file checked.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING
 
 from finitune.errors import FinituneError
 from finitune.journeys import diagnose, plan
+from finitune.journeys.demo_training import Lesson, learn
 from finitune.journeys.model import write_plan
+from finitune.progress import Progress, Silent
 from finitune.report import Finding, Level, Report
 
 if TYPE_CHECKING:
     from finitune.generation.draw import Drawing
     from finitune.generation.settings import Settings
     from finitune.models.anima.load import AnimaParts
-    from finitune.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class Request:
 
     out: Path = Path("finitune-out/demo")
     steps: int = 28
+    train_steps: int = 300
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Story:
     diagnosis: Report
     proof: plan.Proof
     ranges: dict[str, float]
+    lesson: Lesson
 
     def distances(self) -> dict[str, object]:
         """How far the pictures on the page are from fp32's."""
@@ -52,8 +55,8 @@ def run(request: Request, page: Callable[[Story, Report], str], progress: Progre
     report = Report("demo")
     try:
         choice = diagnose.Request(model="pico-anima", prompt=plan.DEFAULT_PROMPTS[0], steps=request.steps)
-        story = _tell(choice, progress)
-        report.figures.update(story.proof.figures())
+        story = _tell(choice, request, report, progress)
+        report.figures.update(story.proof.figures() | story.lesson.figures())
         report.figures.update({k: v for k, v in story.diagnosis.figures.items() if k.startswith("origin_")})
         report.findings.extend(_as_shown(story.diagnosis))
         report.tables.extend(plan.tables(story.proof))
@@ -64,14 +67,15 @@ def run(request: Request, page: Callable[[Story, Report], str], progress: Progre
     return report
 
 
-def _tell(choice: diagnose.Request, progress: Progress | None) -> Story:
+def _tell(choice: diagnose.Request, request: Request, report: Report, progress: Progress | None) -> Story:
     diagnosis = Report("diagnose")
     parts, raw = diagnose.examine(choice, diagnosis, progress)
     pictures = plan.Request(model=choice.model, seed=choice.seed, steps=choice.steps).pictures()
     proof = plan.plan_and_prove(parts, choice.model, pictures, 2, progress)
     settings = choice.settings()
     drawings = {"raw-half": raw, **proof.drawings}
-    return Story(settings, drawings, diagnosis, proof, block_ranges(parts, settings))
+    lesson = learn(request.out, request.train_steps, report, progress or Silent())
+    return Story(settings, drawings, diagnosis, proof, block_ranges(parts, settings), lesson)
 
 
 def block_ranges(parts: AnimaParts, settings: Settings) -> dict[str, float]:

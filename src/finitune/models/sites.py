@@ -72,6 +72,8 @@ class AdapterSites:
     first; `architecture` and `prediction_type` are written to modelspec.*. `block_maps` are published re-numberings
     of blocks between variants of the family: {"28 to 40": (template of the block, {from: to})}. `depths` are the
     published numbers of blocks, {template of the block: number}: evidence where two families' names and widths agree.
+    `trained` is where the field's trainers put adapters, {component: regular expression of sites}; `untrained`, an
+    expression of original names, is what they leave out of that unless they are told to.
     """
 
     components: tuple[ComponentSites, ...]
@@ -81,6 +83,8 @@ class AdapterSites:
     prediction_type: str = "epsilon"
     block_maps: Mapping[str, tuple[str, Mapping[int, int]]] = field(default_factory=dict)
     depths: Mapping[str, int] = field(default_factory=dict)
+    trained: Mapping[str, str] = field(default_factory=dict)
+    untrained: str = ""
 
 
 def single(*pairs: tuple[str, str]) -> tuple[Place, ...]:

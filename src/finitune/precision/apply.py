@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from dataclasses import replace as dc_replace
 from functools import cache
 from typing import Any
 
@@ -29,7 +30,7 @@ from finitune.precision.sites import (
     scales_itself,
     tensors_in,
 )
-from finitune.precision.twins import Fp32Norm, Island, product_twin
+from finitune.precision.twins import Fp32Norm, HalfProduct, Island, product_twin
 
 MANY = 1 / 16  # a place and its value take as much memory as several elements
 TINY_WEIGHT = 2.0**-8  # below it, weights of ordinary spread reach into fp16's subnormals
@@ -157,6 +158,31 @@ def apply_plan(
         applied.stored.store(parameter, arithmetic)
     applied.module = _root_twin(root, arithmetic if plan.border == "fp16" else torch.float32, guard)
     return applied
+
+
+def apply_training(root: nn.Module, plan: ComponentPlan) -> Applied:
+    """A plan as it is trained with: its powers of two on fp16 operands, its weights stored in fp16, every border fp32.
+
+    A result that the plan writes in fp16 would have an fp16 gradient, in which small numbers flush to zero; what is
+    kept for backward is fp16 all the same. Raises as `apply_plan` does.
+    """
+    wide = {site: dc_replace(line, out="fp32") for site, line in product_lines(root, plan).items()}
+    islands = (line for line in plan.lines if line.kind == "island")
+    applied = apply_plan(root, ComponentPlan((*wide.values(), *islands), tuple(leaf_norms(root)), "fp32"))
+    for module in root.modules():
+        if isinstance(module, Fp32Norm):
+            module.out_dtype = torch.float32
+    return applied
+
+
+def measure_scales(root: nn.Module) -> list[str]:
+    """Let every planned product of `root` measure its own scale from now on; the sites that had a constant before."""
+    measured: list[str] = []
+    for site, module in named_modules(root):
+        if isinstance(module, HalfProduct) and module.exponent is not None:
+            module.exponent = None
+            measured.append(site)
+    return measured
 
 
 def product_lines(root: nn.Module, plan: ComponentPlan) -> dict[str, Line]:

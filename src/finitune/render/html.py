@@ -7,7 +7,7 @@ charts excepted, which are our own SVG.
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from finitune.render import escaped, in_order, name_of, numbers, spelled
@@ -15,9 +15,13 @@ from finitune.report import Finding, Table
 
 CSS = """
 :root { color-scheme: light dark; --ink: #1c2024; --dim: #667; --paper: #fff; --line: #dde; --sheet: #f6f7f9;
-  --error: #c62a2f; --warning: #8f5a00; --note: #205ea8; --good: #18794e; }
+  --error: #c62a2f; --warning: #8f5a00; --note: #205ea8; --good: #18794e;
+  --curve-1: #2468b4; --curve-2: #c2500a; --curve-3: #1a7f4b; --curve-4: #8250c4; --curve-5: #c03074;
+  --curve-6: #0b7b8b; --curve-7: #8a5a1a; --curve-8: #5b6470; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8eb; --dim: #99a; --paper: #16181b; --line: #333840;
-  --sheet: #1f2226; --error: #ff7b80; --warning: #f0b34b; --note: #7ab6ff; --good: #5bc998; } }
+  --sheet: #1f2226; --error: #ff7b80; --warning: #f0b34b; --note: #7ab6ff; --good: #5bc998;
+  --curve-1: #6cb0ff; --curve-2: #ff9a4d; --curve-3: #4fc98f; --curve-4: #b999ff; --curve-5: #ff85b5;
+  --curve-6: #45c4d6; --curve-7: #d9a860; --curve-8: #a4adba; } }
 * { box-sizing: border-box; }
 body { max-width: 60rem; margin: 3rem auto; padding: 0 1.25rem; background: var(--paper); color: var(--ink);
   font: 16px/1.55 system-ui, sans-serif; }
@@ -39,7 +43,18 @@ pre { overflow-x: auto; padding: 1rem; background: var(--sheet); border-radius: 
 .error { border-color: var(--error); } .error b { color: var(--error); }
 .warning { border-color: var(--warning); } .warning b { color: var(--warning); }
 .note { border-color: var(--note); } .note b { color: var(--note); }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); gap: 1rem; margin: 1.5rem 0; }
+.cards div { padding: .8rem 1rem; background: var(--sheet); border-radius: 6px; overflow-wrap: anywhere; }
+.cards span, .cards small { display: block; color: var(--dim); font-size: .85rem; }
+.cards b { font-size: 1.15rem; font-weight: 600; font-variant-numeric: tabular-nums; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); gap: 1.5rem;
+  margin: 1.5rem 0; } .pair svg { width: 100%; height: auto; }
+.grid td { border: 0; padding: .2rem .6rem .6rem 0; } .grid th { border: 0; max-width: 12rem; }
+.grid img { display: block; width: 100%; min-width: 80px; max-width: 128px; height: auto;
+  border-radius: 4px; background: var(--sheet); }
+details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 """
+KINDS = {None: "", True: "good", False: "bad"}
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
@@ -49,6 +64,15 @@ class Picture(NamedTuple):
     caption: str
     png: bytes
     verdict: str
+    good: bool | None = None
+
+
+class Card(NamedTuple):
+    """A question, its answer in a word or a number, and what stands behind it."""
+
+    question: str
+    answer: str
+    detail: str = ""
     good: bool | None = None
 
 
@@ -73,14 +97,33 @@ class Page:
 
     def chart(self, svg: str) -> Page:
         """Add an SVG of our own; raises ValueError for anything else, since it is not escaped."""
-        if not svg.startswith("<svg") or "<script" in svg.lower():
-            raise ValueError("a chart is an <svg> element without script")
-        return self._add(f'<div class="wide">{svg}</div>')
+        return self._add(f'<div class="wide">{_own(svg)}</div>')
+
+    def charts(self, svgs: Iterable[str]) -> Page:
+        """Add narrow charts, side by side where there is room; as `chart` of each."""
+        return self._add(f'<div class="pair">{"".join(map(_own, svgs))}</div>')
+
+    def cards(self, cards: Iterable[Card]) -> Page:
+        """Add what is asked first, each answer large."""
+        return self._add(f'<div class="cards">{"".join(map(_card, cards))}</div>')
 
     def picture_row(self, pictures: Iterable[tuple[str, bytes, str] | Picture]) -> Page:
         """Add PNG pictures side by side, each pixel shown as a square, with caption and verdict."""
         figures = (_figure(item if isinstance(item, Picture) else Picture(*item)) for item in pictures)
         return self._add(f'<div class="row">{"".join(figures)}</div>')
+
+    def picture_grid(self, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[Picture | None]]]) -> Page:
+        """Add pictures by row and column, those that are not good with their verdict."""
+        head = "".join(f'<th scope="col">{escaped(column)}</th>' for column in columns)
+        body = "".join(
+            f'<tr><th scope="row">{escaped(name)}</th>{"".join(map(_cell, pictures))}</tr>' for name, pictures in rows
+        )
+        return self._add(f'<div class="wide"><table class="grid"><tr><td></td>{head}</tr>{body}</table></div>')
+
+    def folded(self, within: Page) -> Page:
+        """Add the sections of another page behind its title, which opens them."""
+        body = "\n".join(within._sections[1:])
+        return self._add(f"<details><summary>{escaped(within._title)}</summary>\n{body}\n</details>")
 
     def table(self, table: Table) -> Page:
         """Add a table."""
@@ -122,13 +165,33 @@ class Page:
         return self
 
 
-def _figure(picture: Picture) -> str:
+def _own(svg: str) -> str:
+    """`svg` where it is a chart of ours; raises ValueError otherwise."""
+    if not svg.startswith("<svg") or "<script" in svg.lower():
+        raise ValueError("a chart is an <svg> element without script")
+    return svg
+
+
+def _image(picture: Picture) -> str:
     source = f"data:image/png;base64,{b64encode(picture.png).decode('ascii')}"
-    kind = {None: "", True: "good", False: "bad"}[picture.good]
-    return (
-        f'<figure><img src="{source}" alt="{escaped(f"{picture.caption}: {picture.verdict}")}">'
-        f'<figcaption><b class="{kind}">{escaped(picture.verdict)}</b>{escaped(picture.caption)}</figcaption></figure>'
-    )
+    return f'<img src="{source}" alt="{escaped(f"{picture.caption}: {picture.verdict}")}">'
+
+
+def _figure(picture: Picture) -> str:
+    verdict = f'<b class="{KINDS[picture.good]}">{escaped(picture.verdict)}</b>'
+    return f"<figure>{_image(picture)}<figcaption>{verdict}{escaped(picture.caption)}</figcaption></figure>"
+
+
+def _cell(picture: Picture | None) -> str:
+    if picture is None:
+        return "<td>-</td>"
+    verdict = f'<b class="bad">{escaped(picture.verdict)}</b>' if picture.good is False else ""
+    return f"<td>{_image(picture)}{verdict}</td>"
+
+
+def _card(card: Card) -> str:
+    answer = f'<b class="{KINDS[card.good]}">{escaped(card.answer)}</b>'
+    return f"<div><span>{escaped(card.question)}</span>{answer}<small>{escaped(card.detail)}</small></div>"
 
 
 def _finding(finding: Finding) -> str:

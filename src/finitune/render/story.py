@@ -7,14 +7,17 @@ from finitune.generation.picture import png_bytes
 from finitune.generation.verdict import judge
 from finitune.journeys import plan
 from finitune.journeys.demo import Story
+from finitune.journeys.demo_training import Lesson
 from finitune.render.html import Page, Picture
 from finitune.render.svg import RangeBar, range_chart
+from finitune.render.training import loss_chart
 from finitune.report import Report
 
 CAPTIONS = {"raw-half": "plain fp16", "planned-half": "fp16 by the plan", "fp32": "fp32, the reference", "bf16": "bf16"}
 NEXT = """finitune diagnose MODEL --prompt "..."           why is my picture black?
 finitune plan MODEL --out my.plan.toml          the smallest plan that holds, with its proof
 finitune generate MODEL --plan my.plan.toml     draw by it
+finitune train --init                           a training of your own, every option explained
 
 MODEL is a diffusers folder, or dit.safetensors --qwen3 qwen3.safetensors --vae vae.safetensors"""
 
@@ -37,9 +40,24 @@ def story_page(story: Story, report: Report) -> str:
     for table in plan.tables(story.proof):
         page.table(table)
     page.figures("certificate of the denoiser", story.proof.figures())
+    _lesson(page, story.lesson)
     page.heading("Your own model")
     page.code(NEXT)
     return page.render()
+
+
+def _lesson(page: Page, lesson: Lesson) -> None:
+    """The training: what it did to a prompt whose picture it has not seen, its curve, and who loads the file."""
+    figures = lesson.figures()
+    page.heading("A style, learned in the same fp16")
+    page.prose(
+        f"{figures['training_steps']} steps on 20 pictures in blue ink, {figures['training_non_finite_steps']} of them"
+        f" not finite, no loss scale. The prompt is {lesson.prompt!r}, of which there was no picture."
+    )
+    captions = ((lesson.without, "without the adapter"), (lesson.worn, "with the adapter"))
+    page.picture_row(Picture(caption, path.read_bytes(), "") for path, caption in captions)
+    page.chart(loss_chart(lesson.history))
+    page.figures("the adapter's file, and who loads it", {"file": lesson.adapter.name, **lesson.loads})
 
 
 def _pictures(story: Story) -> list[Picture]:

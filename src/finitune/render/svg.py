@@ -65,16 +65,23 @@ def range_chart(series: Sequence[RangeBar], title: str = "Largest magnitude at e
     floor = TOP + ROW * len(series)
     rows = [line for index, bar in enumerate(series) for line in _row(bar, axis, TOP + ROW * index)]
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {floor + BOTTOM:g}" role="img" '
-        'font-family="system-ui, sans-serif" font-size="11" fill="currentColor">',
-        f"<title>{escaped(title)}</title>",
-        f"<desc>{escaped(_told(series))}</desc>",
+        *opening(WIDTH, floor + BOTTOM, title, _told(series)),
         *_grid(axis, floor),
         *rows,
         *_limit(axis, floor),
         "</svg>",
     ]
     return "\n".join(lines)
+
+
+def opening(width: float, height: float, title: str, told: str) -> list[str]:
+    """How each chart begins: its size, its title, and what it shows `told` in words."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" '
+        'font-family="system-ui, sans-serif" font-size="11" fill="currentColor">',
+        f"<title>{escaped(title)}</title>",
+        f"<desc>{escaped(told)}</desc>",
+    ]
 
 
 def _row(bar: RangeBar, axis: LogAxis, top: float) -> Iterator[str]:

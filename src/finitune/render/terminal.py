@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
@@ -17,6 +18,7 @@ from finitune.report import Finding, Level, Report, Table
 STYLES = {Level.ERROR: "bold red", Level.WARNING: "bold yellow", Level.NOTE: "bold blue"}
 VERDICT_STYLES = {"OK": "bold green", "FAILED": "bold red", "REFUSED": "bold red"}
 INDENT = 2
+SECONDS_BETWEEN_LINES = 10.0
 
 
 def show(report: Report, console: Console) -> None:
@@ -85,14 +87,18 @@ def _is_number(cell: str) -> bool:
 
 
 class Bars:
-    """Progress bars; gone when the work is, and silent where nobody watches (a pipe, a log)."""
+    """Progress bars; gone when the work is. Where there is no terminal (a pipe, a log, a notebook) there are none, and
+    what a stage says of itself is a line now and then.
+    """
 
-    def __init__(self, console: Console):
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
+        self._console, self._clock, self._said = console, clock, -SECONDS_BETWEEN_LINES
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[said]}", markup=False),
             console=console,
             transient=True,
             disable=not console.is_terminal,
@@ -109,11 +115,23 @@ class Bars:
 
     def start(self, name: str, total: int | None) -> None:
         """Show a bar for stage `name`; one of unknown length where `total` is None."""
-        self._tasks[name] = self._progress.add_task(printable(name), total=total)
+        self._tasks[name] = self._progress.add_task(printable(name), total=total, said="")
 
     def advance(self, name: str, count: int = 1) -> None:
         """Move the bar of stage `name` by `count` steps."""
         self._progress.advance(self._tasks[name], count)
+
+    def say(self, name: str, text: str) -> None:
+        """Show how stage `name` stands: beside its bar, or as a line where there are no bars, every ten seconds."""
+        if self._console.is_terminal:
+            self._progress.update(self._tasks[name], said=printable(text))
+        elif self._clock() - self._said >= SECONDS_BETWEEN_LINES:
+            self._said = self._clock()
+            self.tell(f"{name}: {text}")
+
+    def tell(self, text: str) -> None:
+        """Print a line above the bars."""
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def finish(self, name: str) -> None:
         """Take the bar of stage `name` away."""

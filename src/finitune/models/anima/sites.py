@@ -58,4 +58,6 @@ SITES = AdapterSites(
         )
     },
     depths={"transformer_blocks.{i}": 28},
+    trained={"transformer": r".*", "text_conditioner": r"blocks\..*", "text_encoder": r"layers\..*"},
+    untrained=r".*(_modulation|_norm|_embedder|final_layer).*",  # sd-scripts, networks/lora_anima.py
 )

@@ -1,0 +1,1 @@
+"""What a training is asked to do: our own TOML, kohya's, and those of other trainers, as one strict schema."""

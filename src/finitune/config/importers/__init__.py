@@ -1,0 +1,1 @@
+"""Other programs' configurations in our terms, with an account of every key."""

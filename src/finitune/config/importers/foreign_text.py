@@ -1,0 +1,145 @@
+"""The text of a configuration of any program: JSON, TOML, YAML or a command line, told apart by its content."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finitune.config.text import decoded, parsed
+from finitune.errors import UsageError
+from finitune.report import Finding, Level
+
+JSON = re.compile(r"\s*(?:\{|\[\s*[{\]])")
+ASSIGNMENT = re.compile(r"^\s*[\w\"'.-]+\s*=(?!=)", re.MULTILINE)
+COMMAND = re.compile(r"(?:\.py\b|\baccelerate\b|\bpython\d?\b|\btorchrun\b|\bsimpletuner\b).*?\s--?\w", re.DOTALL)
+CONTINUED = re.compile(r"[\\^`][ \t]*\n")
+WORDS = ("yes", "no", "on", "off", "y", "n")
+
+
+@dataclass(frozen=True)
+class Text:
+    """A configuration's content: a document and its language, or a command line; and what is odd about it."""
+
+    language: str
+    document: Any
+    findings: tuple[Finding, ...] = ()
+
+
+def read_text(path: Path) -> Text:
+    """A file of any language; raises FileError, UsageError (CONFIG-ENCODING, CONFIG-SYNTAX)."""
+    return understood(decoded(path), path)
+
+
+def understood(text: str, path: Path) -> Text:
+    """The language of a text, by its first mark and its lines; raises UsageError (CONFIG-SYNTAX) where it breaks it."""
+    if JSON.match(text):
+        return Text("JSON", from_json(text, path))
+    if line := command_line(text):
+        return Text("command line", line)
+    if ASSIGNMENT.search(text) and not re.search(r"^\w+:(\s|$)", text, re.MULTILINE):
+        return Text("TOML", parsed(text, path))
+    document = from_yaml(text, path)
+    return Text("YAML", document, tuple(surprises(text, path)))
+
+
+def command_line(text: str) -> str | None:
+    """The command of a shell or batch file, or of a terminal, that starts a training; None where there is none."""
+    joined = CONTINUED.sub(" ", text)
+    lines = (line.strip() for line in joined.splitlines())
+    commands = [line for line in lines if COMMAND.search(line) and not line.lower().startswith(("#", "rem ", "::"))]
+    return max(commands, key=len, default=None)
+
+
+def from_json(text: str, path: Path) -> Any:
+    """The document of a JSON text; raises UsageError (CONFIG-SYNTAX) with line and column."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        what = error.msg[:1].lower() + error.msg[1:]
+        raise syntax(path, "JSON", what, error.lineno, error.colno) from error
+    except RecursionError:
+        raise syntax(path, "JSON", "it is nested too deeply", 1, 1) from None
+
+
+def from_yaml(text: str, path: Path) -> Any:
+    """The document of a YAML text, by the safe loader; raises UsageError (CONFIG-SYNTAX) with line and column."""
+    import yaml
+
+    try:
+        return without_dates(yaml.safe_load(text))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        tab = "\t" in text.split("\n")[line - 1] if line <= text.count("\n") + 1 else False
+        remedy = "Indent with spaces: YAML allows no tabs." if tab else ""
+        raise syntax(path, "YAML", str(error.problem or error.context), line, column, remedy) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise syntax(path, "YAML", str(error).split("\n", maxsplit=1)[0], 1, 1) from error
+    except RecursionError:
+        raise syntax(path, "YAML", "it is nested too deeply, or an alias holds itself", 1, 1) from None
+
+
+def without_dates(value: Any) -> Any:
+    """The same with dates as the text that they were: a name like 2026-01-31 is no date."""
+    if isinstance(value, dict):
+        return {key: without_dates(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_dates(item) for item in value]
+    return value.isoformat() if isinstance(value, datetime.date) else value
+
+
+def syntax(path: Path, language: str, what: str, line: int, column: int, remedy: str = "") -> UsageError:
+    """The error for text that breaks its language, with its place."""
+    return UsageError(
+        f"{path} is not {language}: {what}, line {line}, column {column}",
+        code="CONFIG-SYNTAX",
+        subject=f"{path}:{line}",
+        evidence={"file": str(path), "line": line, "column": column, "language": language},
+        remedy=remedy or "Correct that line in the original.",
+    )
+
+
+def surprises(text: str, path: Path) -> Iterator[Finding]:
+    """A warning for each plain value that YAML 1.1 reads as another one: 017 is 15, 12:30 is 750, no is false."""
+    import yaml
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    for key, node in scalars(root, set()):
+        raw, tag = str(node.value), node.tag.rpartition(":")[2]
+        odd = (
+            (tag == "int" and re.fullmatch(r"[-+]?0[0-7_]+", raw))
+            or (tag in ("int", "float") and ":" in raw)
+            or (tag == "bool" and raw.lower() in WORDS)
+        )
+        if node.style is None and odd:
+            value = yaml.safe_load(raw)
+            yield Finding(
+                Level.WARNING,
+                "CONFIG-YAML-VALUE",
+                f"{path}:{node.start_mark.line + 1}",
+                f"{key}: YAML reads {raw} as {value!r}, and so did the original",
+                {"written": raw, "value": value},
+                f"Write {raw!r} in quotes if it was meant as text, or the number that was meant.",
+            )
+
+
+def scalars(node: Any, seen: set[int], key: str = "") -> Iterator[tuple[str, Any]]:
+    """Each scalar node that is a value, with the name of its key."""
+    import yaml
+
+    if node is None or id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.ScalarNode):
+        yield key, node
+    elif isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            yield from scalars(value, seen, str(name.value))
+    else:
+        for item in node.value:
+            yield from scalars(item, seen, key)

@@ -1,0 +1,286 @@
+"""Latents and texts of a run: from memory, from the cache on disk, or made by the encoders and then kept.
+
+A picture's mask goes the way of its latents: it lies in the same entry.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finitune.datasets.cache import Cache, FileDigests, Source, check_finite
+from finitune.datasets.course import Course, Variant, is_fixed
+from finitune.datasets.fit import fit, fit_mask
+from finitune.datasets.items import Encoders, Example, Size
+from finitune.datasets.pictures import Picture, read_picture
+from finitune.datasets.pixels import Floats
+from finitune.errors import FileError
+
+Entry: TypeAlias = dict[str, Tensor]
+Item = TypeVar("Item")
+Asked = TypeVar("Asked", contravariant=True)
+
+FIT_VERSION = "1"
+"""Goes up when `fit` makes other pixels of the same picture."""
+
+TEXTS_AT_ONCE = 8
+SUBJECT_LENGTH = 60
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The two caches of a run."""
+
+    latents: Cache
+    texts: Cache
+
+    @classmethod
+    def beside(cls, folder: str | Path, encoders: Encoders) -> Caches:
+        """The caches of these encoders in a folder.
+
+        A name in `encoders.identity` that begins with "latents." or "texts." makes entries of that kind stale only.
+        """
+        latents = {**identity_of(encoders, "latents", "texts"), "fit": FIT_VERSION}
+        return cls(Cache(folder, "latents", latents), Cache(folder, "texts", identity_of(encoders, "texts", "latents")))
+
+
+def identity_of(encoders: Encoders, kind: str, other: str) -> dict[str, str]:
+    """The part of the encoders' identity that is about entries of one kind."""
+    named = {name.removeprefix(f"{kind}."): value for name, value in encoders.identity.items()}
+    return {name: value for name, value in named.items() if not name.startswith(f"{other}.")}
+
+
+class Recent:
+    """The entries used last, as many as fit into `limit_bytes`."""
+
+    def __init__(self, limit_bytes: int):
+        self.limit_bytes = limit_bytes
+        self.size_bytes = 0
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, digest: str) -> Entry | None:
+        """The entry of a source, if it is still here."""
+        if digest in self._entries:
+            self._entries.move_to_end(digest)
+        return self._entries.get(digest)
+
+    def put(self, digest: str, entry: Entry) -> None:
+        """Keep an entry in place of those that were not used for longest."""
+        if digest in self._entries:
+            return
+        self._entries[digest] = entry
+        self.size_bytes += bytes_of(entry)
+        while self.size_bytes > self.limit_bytes:
+            _, oldest = self._entries.popitem(last=False)
+            self.size_bytes -= bytes_of(oldest)
+
+
+def bytes_of(entry: Mapping[str, Tensor]) -> int:
+    """The memory that an entry takes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in entry.values())
+
+
+class Maker(Protocol[Asked]):
+    """How entries of one kind are made, told apart, and judged."""
+
+    at_once: int
+    """How many are made at once."""
+
+    def source_of(self, item: Asked) -> Source:
+        """What the entry of an item is made of."""
+        ...
+
+    def keeps(self, item: Asked) -> bool:
+        """Whether the entry will be asked for again."""
+        ...
+
+    def fault(self, item: Asked, entry: Mapping[str, Tensor]) -> str:
+        """What is wrong with an entry's tensors, "" if nothing."""
+        ...
+
+    def make(self, items: Sequence[Asked]) -> list[Entry]:
+        """The entries of some items, that can be made at once."""
+        ...
+
+
+class Shelf(Generic[Item]):
+    """The entries of one kind."""
+
+    def __init__(self, maker: Maker[Item], cache: Cache, recent: Recent):
+        self.maker = maker
+        self.cache = cache
+        self.recent = recent
+
+    def of(self, items: Sequence[Item]) -> list[Entry]:
+        """The entries of these items; what is on no shelf is made.
+
+        Raises NumericsError (CACHE-NONFINITE), FileError where a picture cannot be read or an entry not be written.
+        """
+        found = {item: self.look_up(item) for item in dict.fromkeys(items)}
+        missing = [item for item, entry in found.items() if entry is None]
+        made: dict[Item, Entry] = {}
+        for begin in range(0, len(missing), self.maker.at_once):
+            some = missing[begin : begin + self.maker.at_once]
+            for item, entry in zip(some, self.maker.make(some), strict=True):
+                made[item] = self.keep(item, entry)
+        return [made[item] if (entry := found[item]) is None else entry for item in items]
+
+    def look_up(self, item: Item) -> Entry | None:
+        """The entry of an item from memory or from the disk, if it is there and good."""
+        if not self.maker.keeps(item):
+            return None
+        source = self.maker.source_of(item)
+        entry = self.recent.get(source.digest)
+        if entry is None:
+            entry = self.cache.get(source, lambda tensors: self.maker.fault(item, tensors))
+            if entry is not None:
+                self.recent.put(source.digest, entry)
+        return entry
+
+    def keep(self, item: Item, entry: Entry) -> Entry:
+        """The entry that was made, checked, and kept where it will be asked for again."""
+        source = self.maker.source_of(item)
+        if not self.maker.keeps(item):
+            check_finite(self.cache.kind, source, entry, self.cache.identity)
+            return entry
+        self.cache.put(source, entry)
+        self.recent.put(source.digest, entry)
+        return entry
+
+
+class Latents:
+    """Makes latents (C, 1, h, w), and masks (h, w), of pictures."""
+
+    def __init__(self, course: Course, encoders: Encoders, at_once: int, masked: bool):
+        self.course = course
+        self.encoders = encoders
+        self.at_once = at_once
+        self.masked = masked
+        self.digests = FileDigests()
+        self._of_example: dict[int, tuple[str, ...]] = {}
+
+    def source_of(self, item: Variant) -> Source:
+        """The picture's bytes, its cut, and where its mask comes from."""
+        example, placement = self.course.examples[item.example], self.course.placements[item.example]
+        cut = (placement.bucket, placement.scaled, item.crop, item.flipped, item.color)
+        return Source.of(example.name, "latents", *self.content_of(item.example), *cut)
+
+    def content_of(self, number: int) -> tuple[str, ...]:
+        """What an example consists of; files are looked at once, so that they may go away once all is in the cache."""
+        if number not in self._of_example:
+            example = self.course.examples[number]
+            way = mask_source(example, self.masked)
+            mask = self.digests.of(example.mask) if way == "file" and example.mask else way
+            options = (example.subset.resize_interpolation or "", example.subset.background)
+            self._of_example[number] = (self.digests.of(example.path), mask, *options)
+        return self._of_example[number]
+
+    def keeps(self, item: Variant) -> bool:
+        """Whether the picture is cut and coloured alike each time."""
+        return is_fixed(self.course.examples[item.example])
+
+    def fault(self, item: Variant, entry: Mapping[str, Tensor]) -> str:
+        """What is wrong with the shapes."""
+        latents, mask = entry.get("latents"), entry.get("mask")
+        width, height = self.course.placements[item.example].bucket
+        if latents is None or latents.dim() != 4 or latents.shape[-1] * height != latents.shape[-2] * width:
+            return f"its latents do not fit a picture of {width} x {height}"
+        if (mask is not None) != bool(mask_source(self.course.examples[item.example], self.masked)):
+            return "it has a mask and should not, or the other way round"
+        return "" if mask is None or mask.shape == latents.shape[-2:] else "its mask does not fit its latents"
+
+    def make(self, items: Sequence[Variant]) -> list[Entry]:
+        """The entries of pictures of one bucket."""
+        pictures = [self.read(item) for item in items]
+        pixels = np.stack([self.fitted(item, picture) for item, picture in zip(items, pictures, strict=True)])
+        latents = self.encoders.latents(torch.from_numpy(pixels)).float().cpu()
+        entries: list[Entry] = []
+        for item, picture, latent in zip(items, pictures, latents, strict=True):
+            mask = self.mask(item, picture, (latent.shape[-1], latent.shape[-2]))
+            entries.append({"latents": latent.clone()} if mask is None else {"latents": latent.clone(), "mask": mask})
+        return entries
+
+    def read(self, item: Variant) -> Picture:
+        """The picture, on the background of its subset."""
+        example = self.course.examples[item.example]
+        return read_picture(example.path, example.subset.background)
+
+    def fitted(self, item: Variant, picture: Picture) -> np.ndarray:
+        """The pixels as they lie in the bucket."""
+        placement = self.course.placements[item.example]
+        way = self.course.examples[item.example].subset.resize_interpolation
+        return fit(picture.pixels, placement, item.crop, item.flipped, way, item.color)
+
+    def mask(self, item: Variant, picture: Picture, latent: Size) -> Tensor | None:
+        """The mask over the latents: red of its own picture, or the picture's alpha; None where none is wanted."""
+        example = self.course.examples[item.example]
+        way = mask_source(example, self.masked)
+        if not way:
+            return None
+        values: Floats | None = picture.alpha
+        if way == "file" and example.mask:
+            values = self.drawn_mask(example, example.mask, picture.size)
+        if values is None:
+            return torch.ones(latent[1], latent[0])
+        placement = self.course.placements[item.example]
+        return fit_mask(values, placement, item.crop, item.flipped, latent)
+
+    def drawn_mask(self, example: Example, path: Path, size: Size) -> Floats:
+        """The red of a mask's file, float32 (H, W) in 0 .. 1; raises FileError (MASK-SHAPE) if it is another shape."""
+        picture = read_picture(path)
+        (width, height), (wide, high) = size, picture.size
+        if abs(width * high - height * wide) > max(width, height, wide, high):
+            raise FileError(
+                f"the mask {path.name} of {example.name} is {wide} x {high}, the picture {width} x {height}",
+                code="MASK-SHAPE",
+                subject=str(path),
+                evidence={"mask": picture.size, "picture": size},
+                remedy="A mask needs the shape of its picture, as seen, at any size. Draw it anew.",
+            )
+        return (picture.pixels[..., 0] / 255).astype("float32")
+
+
+def mask_source(example: Example, masked: bool) -> str:
+    """Where the mask of an example comes from: "file", "alpha", or "" for nowhere; `masked` is masked_loss."""
+    if masked and example.mask is not None:
+        return "file"
+    return "alpha" if example.subset.alpha_mask else ""
+
+
+class Texts:
+    """Makes what the denoiser is told of captions; `names` are pictures that captions belong to, for messages."""
+
+    at_once = TEXTS_AT_ONCE
+
+    def __init__(self, encoders: Encoders):
+        self.encoders = encoders
+        self.names: dict[str, str] = {}
+
+    def source_of(self, item: str) -> Source:
+        """The caption."""
+        short = item if len(item) <= SUBJECT_LENGTH else f"{item[:SUBJECT_LENGTH]}..."
+        name = self.names.get(item)
+        return Source.of(f"the caption {short!r}" + (f" of {name}" if name else ""), "texts", item)
+
+    def keeps(self, item: str) -> bool:
+        """All are kept."""
+        return True
+
+    def fault(self, item: str, entry: Mapping[str, Tensor]) -> str:
+        """What is wrong with the shapes."""
+        return "" if entry and all(tensor.dim() for tensor in entry.values()) else "it holds no text"
+
+    def make(self, items: Sequence[str]) -> list[Entry]:
+        """The entries of some captions."""
+        texts = self.encoders.texts(list(items))
+        return [{name: tensor.cpu().clone() for name, tensor in text.items()} for text in texts]

@@ -1,0 +1,149 @@
+"""The nouns of a dataset: a picture with its texts, where it lies in a bucket, and one appearance of it in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from finitune.config.datasets import ResolvedSubset
+
+Size = tuple[int, int]
+"""Width and height in pixels."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """A picture of the training: its file, its size as seen (EXIF turned), its caption as written, its subset.
+
+    `name` tells it to people: the path below the subset's folder, with the folder. `caption` holds the lines of the
+    caption file, or the class tokens, or "". `mask` is the file of its mask. `repeats` are the appearances in an epoch.
+    """
+
+    path: Path
+    name: str
+    size: Size
+    caption: str
+    subset: ResolvedSubset
+    repeats: int = 1
+    mask: Path | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a picture lies in its bucket: scaled to `scaled`, of which `bucket` is cut out."""
+
+    bucket: Size
+    scaled: Size
+
+
+@dataclass(frozen=True)
+class Appearance:
+    """One time that a picture is shown: which example, in which epoch, and what chance has made of it.
+
+    `crop` is the (left, top) corner in the scaled picture; `caption` the final text. `color` seeds a change of colours,
+    None where there is none.
+    """
+
+    example: int
+    epoch: int
+    crop: tuple[int, int]
+    flipped: bool
+    caption: str
+    color: int | None = None
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Appearances of one bucket that go through the model at once.
+
+    `first` is the place of the first one among all samples of the optimiser step, over all devices: noise is drawn by
+    place, so that it depends on neither the number of devices nor the size of a micro-batch.
+    """
+
+    bucket: Size
+    appearances: tuple[Appearance, ...]
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.appearances)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A micro-batch as tensors on the device.
+
+    `latents` fp32 (B, C, 1, h, w), normalised; `conditioning` what the denoiser is told, by name, padded to one length;
+    `weights` fp32 (B,), 1 or the weight of regularisation; `mask` fp32 (B, 1, 1, h, w) in 0 .. 1 or None; `names` of
+    the examples, `places` in the optimiser step; `multiplier` is the adapter's strength (network_multiplier).
+    """
+
+    latents: Tensor
+    conditioning: Mapping[str, Tensor]
+    weights: Tensor
+    mask: Tensor | None
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    multiplier: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def part(self, begin: int, end: int) -> Batch:
+        """The samples [begin, end)."""
+        return Batch(
+            self.latents[begin:end],
+            {name: tensor[begin:end] for name, tensor in self.conditioning.items()},
+            self.weights[begin:end],
+            None if self.mask is None else self.mask[begin:end],
+            self.names[begin:end],
+            self.places[begin:end],
+            self.multiplier,
+        )
+
+
+class Encoders(Protocol):
+    """What a model family makes of pictures and texts; everything is fp32 on the CPU."""
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Fingerprints of what makes latents and texts: an entry of a cache made by another one is stale.
+
+        A name that begins with "latents." or "texts." is about entries of that kind alone.
+        """
+        ...
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        """uint8 (B, H, W, 3) to normalised latents fp32 (B, C, 1, h, w)."""
+        ...
+
+    def texts(self, captions: list[str]) -> list[dict[str, Tensor]]:
+        """What the denoiser is told of each caption, by name; each tensor without padding, (L, ...)."""
+        ...
+
+    def collate(self, texts: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The texts of one batch, padded as the model wants it, (B, L, ...)."""
+        ...
+
+
+def generator_of(*key: object) -> torch.Generator:
+    """A CPU generator seeded by a key of plain values, as (seed, epoch, "crop", name): the same on every machine."""
+    return torch.Generator().manual_seed(seed_of(*key))
+
+
+def seed_of(*key: object) -> int:
+    """A 63-bit seed from a key of plain values."""
+    from hashlib import blake2b
+
+    return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """Examples that are not shown any more, by name, with the reason."""
+
+    reasons: Mapping[str, str] = field(default_factory=dict)

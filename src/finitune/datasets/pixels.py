@@ -1,0 +1,169 @@
+"""A decoded picture as plain colours: every mode of Pillow's becomes sRGB of 8 bits and, where there is one, alpha.
+
+`convert("RGB")` alone would show colours hidden below transparency, turn 16-bit grey white, and ignore profiles.
+
+- palettes, bilevel, grey, with or without alpha: their colours; alpha stays apart until it is laid on a background
+- 16-bit grey: value / 257, rounded. 16-bit colour: Pillow's high byte, less than one level below that
+- 32-bit floats: 0 .. 1 becomes 0 .. 255, and what is beyond is cut
+- CMYK: by its profile; without one R = 255 (1 - C)(1 - K). Pillow has already undone Adobe's inversion
+- a colour profile other than sRGB: converted by LittleCMS, relative colorimetric, with black point compensation
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageColor, features
+
+from finitune.errors import FileError, UsageError, did_you_mean
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
+TAKEN_BY = {
+    "RGB ": ("RGB", ("RGB", "RGBX", "P", "YCbCr", "1", "L")),
+    "GRAY": ("L", ("1", "L")),
+    "CMYK": ("CMYK", ("CMYK",)),
+}
+"""By the colours that a profile is for: the mode it is given, and the modes that are turned into that one."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Colours uint8 (H, W, 3), alpha float32 (H, W) in 0 .. 1 or None, and notes of what was done."""
+
+    colours: Bytes
+    alpha: Floats | None
+    notes: tuple[str, ...] = ()
+
+
+def layer_of(image: Image.Image, path: Path) -> Layer:
+    """The colours and the alpha of a decoded picture of any mode.
+
+    Raises FileError: PICTURE-NONFINITE for NaN or infinity, PICTURE-MODE for colours without a way to RGB.
+    """
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return _of_integers(image)
+    if image.mode == "F":
+        return _of_floats(image, path)
+    try:
+        return _of_colours(image)
+    except (ValueError, ImportError) as error:  # LAB needs LittleCMS
+        raise FileError(
+            f"{path}: its colours ({image.mode}) cannot be turned into RGB",
+            code="PICTURE-MODE",
+            subject=str(path),
+            evidence={"mode": image.mode, "pillow": str(error)},
+            remedy="Save it as RGB.",
+        ) from error
+
+
+def laid_on(layer: Layer, background: str) -> Layer:
+    """The layer on a colour, by name or as #rrggbb: rgb * alpha + background * (1 - alpha), rounded; alpha is kept.
+
+    Raises UsageError for an unknown colour.
+    """
+    ground = np.array(colour_of(background), np.float32)
+    if layer.alpha is None:
+        return layer
+    if bool((layer.alpha == 1).all()):
+        return replace(layer, alpha=None)
+    opacity = layer.alpha[..., None]
+    mixed = np.rint(layer.colours * opacity + ground * (1 - opacity)).astype(np.uint8)
+    share = 100 * float(1 - layer.alpha.mean())
+    note = f"transparent: {share:.3g} % of it, laid on {background}"
+    return Layer(mixed, layer.alpha, (*layer.notes, note))
+
+
+def colour_of(name: str) -> tuple[int, int, int]:
+    """The sRGB bytes of a colour by its CSS name or as #rrggbb; raises UsageError where there is none."""
+    try:
+        return ImageColor.getrgb(name)[:3]
+    except ValueError as error:
+        raise UsageError(
+            f"there is no colour {name!r}.{did_you_mean(name, ImageColor.colormap)}",
+            code="BACKGROUND-UNKNOWN",
+            subject="background",
+            remedy="Give a CSS name such as white, or #rrggbb.",
+        ) from error
+
+
+def _of_integers(image: Image.Image) -> Layer:
+    """Grey of 16 bits; what a 32-bit file holds beyond them is cut."""
+    values = np.asarray(image).astype(np.int64)
+    alpha = None
+    if isinstance(key := image.info.get("transparency"), int):
+        alpha = (values != key).astype(np.float32)
+    beyond = int(((values < 0) | (values > 65535)).sum())
+    note = "16 bits: divided by 257" + (f", {beyond} values beyond were cut" if beyond else "")
+    return Layer(_grey(values.clip(0, 65535) / 257), alpha, (note,))
+
+
+def _of_floats(image: Image.Image, path: Path) -> Layer:
+    values = np.asarray(image)
+    finite = np.isfinite(values)
+    if not finite.all():
+        y, x = np.argwhere(~finite)[0]
+        raise FileError(
+            f"{path} holds {np.count_nonzero(~finite)} numbers that are not finite, the first at ({x}, {y})",
+            code="PICTURE-NONFINITE",
+            subject=str(path),
+            evidence={"count": int(np.count_nonzero(~finite)), "first": (int(x), int(y)), "size": image.size},
+            remedy="Mend it where it was made, or save it with 8 or 16 bits.",
+        )
+    beyond = int(((values < 0) | (values > 1)).sum())
+    note = "floats: 0 .. 1 became 0 .. 255" + (f", {beyond} values beyond were cut" if beyond else "")
+    return Layer(_grey(values.clip(0, 1) * np.float32(255)), None, (note,))
+
+
+def _grey(values: NDArray[Any]) -> Bytes:
+    """Three equal channels of values in 0 .. 255."""
+    return np.repeat(np.rint(values).astype(np.uint8)[..., None], 3, axis=2)
+
+
+def _of_colours(image: Image.Image) -> Layer:
+    """Everything of 8 bits a channel; raises ValueError where Pillow knows no way to RGB."""
+    alpha = None
+    if image.mode in WITH_ALPHA or "transparency" in image.info:
+        straight = (image.convert(image.mode.upper()) if image.mode in ("La", "RGBa") else image).convert("RGBA")
+        alpha = np.array(straight.getchannel("A"), np.float32)
+        alpha /= 255
+        image = straight.convert("L" if image.mode in ("LA", "La", "L") else "RGB")
+    notes = ["CMYK: turned into RGB"] if image.mode == "CMYK" else []
+    if profile := image.info.get("icc_profile"):
+        image, note = in_srgb(image, profile)
+        notes += [note] if note else []
+    return Layer(np.array(image.convert("RGB")), alpha, tuple(notes))
+
+
+def in_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, str]:
+    """The picture in sRGB, where its profile is another one and fits its mode; and a note of what was done, or ""."""
+    if not features.check("littlecms2"):
+        return image, "colour profile: not looked at, as this Pillow lacks LittleCMS"
+    from PIL import ImageCms
+
+    try:
+        source: Any = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        name = ImageCms.getProfileDescription(source).strip()
+        if "srgb" in name.lower():
+            return image, ""
+        taken, modes = TAKEN_BY.get(source.profile.xcolor_space, ("", ()))
+        if image.mode not in modes:
+            return image, f"colour profile: {name} does not fit its mode {image.mode} and is not used"
+        done = ImageCms.profileToProfile(
+            image.convert(taken),
+            source,
+            ImageCms.createProfile("sRGB"),
+            renderingIntent=ImageCms.Intent.RELATIVE_COLORIMETRIC,
+            outputMode="RGB",
+            flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
+        )
+    except (ImageCms.PyCMSError, OSError, ValueError):
+        return image, "colour profile: it cannot be read and is not used"
+    assert done is not None  # only an in-place conversion returns nothing
+    return done, f"colour profile: turned from {name} into sRGB"

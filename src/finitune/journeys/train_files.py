@@ -1,0 +1,190 @@
+"""What a training leaves behind: adapter files that were read back, and pictures drawn on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finitune.config.schema import PreviewSection, TrainConfig
+from finitune.errors import UsageError
+from finitune.journeys.adapters import loads, torch_dtype
+from finitune.report import Report, Table
+
+if TYPE_CHECKING:
+    from finitune.adapters import AdapterSet
+    from finitune.generation.settings import Settings
+    from finitune.models.anima.load import AnimaParts
+    from finitune.training.learner import Learner
+
+
+@dataclass
+class Exporter:
+    """Writes adapter files in every spelling that is asked for, reads each back, compares, and keeps the verdict."""
+
+    config: TrainConfig
+    fingerprint: str
+    model: str
+    last: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __call__(self, adapter: AdapterSet, path: Path, facts: Mapping[str, object]) -> dict[str, Path]:
+        """The files by spelling; raises where one is not finite, or does not read back."""
+        from finitune.merging.adapterfile import Form, put_adapter
+        from finitune.models.anima import ANIMA
+        from finitune.namings.metadata import Receipt
+
+        demand_finite(adapter, path)
+        saving, paths = self.config.saving, {}
+        for spelling in saving.save_as:
+            target = path if spelling == saving.save_as[0] else path.with_stem(f"{path.stem}-{spelling}")
+            target = target.with_suffix("") if spelling == "peft" else target
+            report = Report("train")
+            form = Form(spelling, torch_dtype(saving.save_precision), self.texts(facts))
+            receipt = Receipt("train", ((self.model, self.fingerprint),))
+            reading = put_adapter(target, adapter, ANIMA, form, receipt, report)
+            paths[spelling] = target
+            verdicts = loads(replace(reading, family=ANIMA))
+            keys = ("bytes", "tensors", "max_delta_error", "narrowing_error", "flushed_share")
+            self.last[spelling] = {
+                "file": str(target),
+                "sites": len(reading.adapter),
+                "loads": verdicts,
+                **{key: report.figures.get(key) for key in keys},
+            }
+        return paths
+
+    def table(self) -> Table:
+        """The verdict on the files written last, for a person."""
+        rows = [
+            (spelling, str(facts["file"]), str(facts["sites"]), program, verdict)
+            for spelling, facts in self.last.items()
+            for program, verdict in facts["loads"].items()
+        ]
+        return Table("verified", ("spelling", "file", "sites", "program", "loads"), tuple(rows))
+
+    def texts(self, facts: Mapping[str, object]) -> dict[str, str]:
+        """What the file says of its training, under kohya's names."""
+        c, s = self.config, self.config.saving
+        texts: dict[str, object] = {
+            "ss_output_name": s.output_name,
+            "ss_sd_model_name": self.model,
+            "ss_learning_rate": c.optimizer.learning_rate,
+            "ss_optimizer": c.optimizer.optimizer_type,
+            "ss_lr_scheduler": c.optimizer.lr_scheduler,
+            "ss_max_grad_norm": c.optimizer.max_grad_norm,
+            "ss_gradient_accumulation_steps": c.training.gradient_accumulation_steps,
+            "ss_batch_size_per_device": c.training.train_batch_size,
+            "ss_seed": c.training.seed,
+            "ss_network_dropout": c.network.network_dropout,
+            "ss_timestep_sampling": c.objective.timestep_sampling,
+            "ss_discrete_flow_shift": c.objective.discrete_flow_shift,
+            "ss_sigmoid_scale": c.objective.sigmoid_scale,
+            "ss_weighting_scheme": c.objective.weighting_scheme,
+            "ss_loss_type": c.objective.loss_type,
+            "ss_steps": facts["step"],
+            "ss_epoch": facts["epoch"],
+            "ss_training_comment": s.training_comment,
+            "modelspec.title": s.output_name,
+            "modelspec.trigger_phrase": s.trigger_phrase,
+            "finitune_base_fingerprint": self.fingerprint,
+            "finitune_applied_steps": facts["taken"],
+        }
+        return {key: str(value) for key, value in texts.items() if value not in ("", None)}
+
+
+def demand_finite(adapter: AdapterSet, path: Path) -> None:
+    """Raise NumericsError (ADAPTER-NONFINITE) where a tensor holds a NaN or an infinity: such a file is not written."""
+    from finitune.errors import NumericsError
+    from finitune.training.guard import first_nonfinite
+
+    tensors = ((f"{site}.{role}", t) for site, one in adapter.sites.items() for role, t in one.tensors.items())
+    found = first_nonfinite(tensors)
+    if found:
+        raise NumericsError(
+            f"{path.name} was not written: {found}",
+            code="ADAPTER-NONFINITE",
+            subject=found.name,
+            evidence={"element": found.place},
+            remedy="The last file that was written is good.",
+        )
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Draws fixed prompts with fixed seeds by the model as it is being trained."""
+
+    parts: AnimaParts
+    learner: Learner
+    pictures: tuple[Settings, ...]
+    folder: Path
+
+    def __call__(self, step: int) -> tuple[Path, ...]:
+        """The pictures of a step, written to the folder; a bad one is named `.suspect.png`."""
+        from finitune.generation.draw import draw
+        from finitune.generation.picture import save_picture
+        from finitune.generation.precisions import COMPONENTS, Running
+        from finitune.generation.verdict import judge
+        from finitune.models.anima.load import pipeline
+        from finitune.precision.guard import Guard
+
+        own = {name: one.module for name, one in self.learner.precisions.items()}
+        modules: dict[str, Any] = {name: own.get(name, getattr(self.parts, name)) for name in COMPONENTS}
+        running = Running("training", pipeline(replace(self.parts, **modules)), modules, Guard())
+        paths: list[Path] = []
+        for number, picture in enumerate(self.pictures):
+            drawing = draw(running, [picture])
+            verdict = judge(drawing.latents, drawing.pixels, remedy="")
+            facts = {"prompt": picture.prompt, "seed": picture.seed, "step": step}
+            path = self.folder / f"step{step:08d}-{number:02d}.png"
+            paths.append(save_picture(path, drawing.pixels[0], facts, good=verdict.good))
+        return tuple(paths)
+
+
+def preview_pictures(settings: PreviewSection, default_size: str) -> tuple[Settings, ...]:
+    """The pictures that previews draw, from the prompts of a configuration or of a file with kohya's flags.
+
+    Raises UsageError (PROMPTS-MISSING) for a file that is not there.
+    """
+    prompts = settings.sample_prompts
+    if isinstance(prompts, Path):
+        if not prompts.exists():
+            raise UsageError(
+                f"sample_prompts: there is no {prompts}",
+                code="PROMPTS-MISSING",
+                subject="preview.sample_prompts",
+                remedy="Name a text file with one prompt a line, or list the prompts themselves.",
+            )
+        lines = prompts.read_text(encoding="utf-8-sig").splitlines()
+        prompts = tuple(line for line in map(str.strip, lines) if line and not line.startswith("#"))
+    size = settings.sample_size or default_size
+    return tuple(preview_picture(line, settings, place, size) for place, line in enumerate(prompts))
+
+
+def preview_picture(line: str, settings: PreviewSection, place: int, size: str) -> Settings:
+    """One prompt with kohya's flags behind it: --n negative --w --h --d seed --s steps --l guidance."""
+    from finitune.generation.settings import Settings, parse_size
+
+    width, height = parse_size(size)
+    values: dict[str, Any] = {
+        "negative": "",
+        "steps": settings.sample_steps,
+        "cfg": settings.sample_cfg,
+        "seed": settings.sample_seed + place,
+        "width": width,
+        "height": height,
+    }
+    names = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "l": "cfg"}
+    prompt, *flags = f" {line}".split(" --")
+    for flag in flags:
+        name, _, text = flag.strip().partition(" ")
+        if name not in names:
+            raise UsageError(
+                f"sample_prompts: --{name} is no flag of a prompt",
+                code="PROMPT-FLAG",
+                subject=line[:60],
+                remedy=f"These are: {', '.join(f'--{flag}' for flag in names)}.",
+            )
+        kind = type(values[names[name]])
+        values[names[name]] = kind(text.strip())
+    return Settings(prompt=prompt.strip(), **values)

@@ -1,0 +1,1 @@
+"""The training of adapters: objective, optimiser, guard, saved states, and the loop over them."""

@@ -1,0 +1,128 @@
+"""Will it fit, and how long: one real step at the largest bucket, before the first one, with everything put back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from finitune.datasets.items import Batch
+from finitune.report import Finding, Level
+from finitune.training.events import Measured
+from finitune.training.optimizers import Trained
+from finitune.training.step import Differentiator
+
+MARGIN = 0.92
+"""The share of a GPU's memory up to which a run is called safe: the rest is the driver's, and fragments."""
+SAVERS = (
+    ("training.gradient_checkpointing = true", "activations of one block at a time instead of all"),
+    ("training.train_batch_size = 1, with more gradient_accumulation_steps", "fewer pictures at once"),
+    ("model.storage = 'fp8'", "half of the frozen weights"),
+    ("training.offload_blocks, as many as the model has", "one block's weights on the GPU at a time"),
+    ("a lower resolution", "fewer tokens"),
+)
+"""What makes a run smaller, from the least to the largest loss in speed or quality."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How much memory of a device is taken: the peak since `reset`, and what there is; None where nobody knows."""
+
+    device: torch.device
+
+    def reset(self) -> None:
+        """Forget the peak."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """Bytes: of the GPU since `reset`; of the process over its life on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.device)
+        try:
+            import resource
+        except ImportError:  # Windows
+            return 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def total(self) -> int | None:
+        """Bytes that could be had."""
+        if self.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.device)[1]
+        try:
+            import psutil
+        except ImportError:
+            return None
+        return psutil.virtual_memory().total
+
+
+def measure(
+    differentiator: Differentiator,
+    make_optimizer: Callable[[], Trained],
+    batches: Sequence[Batch],
+    save: Callable[[], object],
+    preview: Callable[[], object] | None,
+) -> Measured:
+    """A step on `batches` and a save, timed; then, with the adapter's numbers put back, a preview. The optimiser is
+    thrown away.
+    """
+    learner, memory = differentiator.learner, Memory(differentiator.ranks.device)
+    before = learner.tensors()
+    memory.reset()
+    try:
+        optimizer = make_optimizer()
+        seconds = [timed(lambda: one_step(differentiator, optimizer, batches)) for _ in range(2)]
+        saving = timed(save)
+    finally:
+        learner.restore(before)
+        for _, parameter in learner.named_parameters():
+            parameter.grad = None
+    learner.train(False)
+    learner.strength(1.0)
+    previewing = timed(preview) if preview else None
+    largest = max(batches, key=lambda batch: batch.latents.numel())
+    height, width = (8 * side for side in largest.latents.shape[-2:])
+    return Measured(
+        step_seconds=seconds[-1],  # the first one compiles and fills pools
+        save_seconds=saving,
+        preview_seconds=previewing,
+        memory_peak=memory.peak(),
+        memory_total=memory.total(),
+        bucket=(width, height),
+        batch=len(largest),
+        split=differentiator.split,
+    )
+
+
+def one_step(differentiator: Differentiator, optimizer: Trained, batches: Sequence[Batch]) -> None:
+    """Forward, backward and update, as the run does them."""
+    gradient = differentiator.gradient(batches, step=-1)
+    if gradient.finite:
+        optimizer.step()
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that `work` takes, to the end of what it has put on a GPU."""
+    begin = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def fit(measured: Measured, asked_batch: int) -> Finding:
+    """Whether the run fits, with the numbers, and what would make it smaller where it does not, or hardly does."""
+    total, peak = measured.memory_total, measured.memory_peak
+    share = peak / total if total else 0.0
+    evidence: dict[str, object] = {"peak_bytes": peak, "total_bytes": total, "split": measured.split}
+    width, height = measured.bucket
+    what = f"a step at {width} x {height} with {asked_batch} pictures took {peak / 2**30:.2f} GiB at its peak"
+    if measured.split > 1:
+        what += f", in {measured.split} parts, because memory was short"
+    if share <= MARGIN and measured.split == 1:
+        of = f" of {total / 2**30:.2f}" if total else ""
+        return Finding(Level.NOTE, "FITS", "memory", what + of, evidence)
+    options = "; ".join(f"{option} ({why})" for option, why in SAVERS)
+    return Finding(Level.WARNING, "FITS-BARELY", "memory", what, evidence, f"The least change first: {options}.")

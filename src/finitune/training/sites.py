@@ -1,0 +1,232 @@
+"""Which modules get an adapter, of which rank and at which rate: chosen by patterns, each with its reason.
+
+Patterns are regular expressions of whole names, as in sd-scripts; they are tried against the module's original name
+("blocks.3.self_attn.q_proj") and against its site ("transformer_blocks.3.attn1.to_q").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from finitune.adapters.core import Target
+from finitune.adapters.layer import CONVOLUTIONS
+from finitune.config.schema import NetworkSection
+from finitune.errors import UsageError, did_you_mean
+from finitune.models.spec import ModelSpec
+from finitune.namings.resolve import Resolver
+from finitune.report import Finding, Level, Table
+
+OPTIONS = ("factor", "full_matrix", "decompose_both", "unbalanced", "use_tucker", "constraint")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A module that gets an adapter; `rate` None is the component's own; `reason` names the pattern that decided."""
+
+    component: str
+    module: str
+    original: str
+    shape: tuple[int, ...]
+    rank: int
+    alpha: float
+    rate: float | None = None
+    reason: str = ""
+
+    @property
+    def site(self) -> str:
+        """The component and the module's name."""
+        return f"{self.component}.{self.module}"
+
+    def target(self, weight: nn.Parameter, network: NetworkSection) -> Target:
+        """What a new adapter is made for."""
+        options = {name: getattr(network, name) for name in OPTIONS}
+        return Target(weight, self.rank, self.alpha, options)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The modules that get an adapter, and the products that do not, {site: why}."""
+
+    chosen: tuple[Chosen, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
+
+    def of(self, component: str) -> dict[str, Chosen]:
+        """The modules of one component, by name."""
+        return {one.module: one for one in self.chosen if one.component == component}
+
+    def table(self) -> Table:
+        """The modules for a person, those that differ in a number alone together."""
+        rows: dict[tuple[str, ...], int] = {}
+        for one in self.chosen:
+            shape = " x ".join(map(str, one.shape))
+            row = (blank(one.site), blank(one.original), shape, str(one.rank), f"{one.alpha:g}", one.reason)
+            rows[row] = rows.get(row, 0) + 1
+        columns = ("site", "original name", "weight", "rank", "alpha", "why", "modules")
+        return Table("sites", columns, tuple((*row, str(count)) for row, count in rows.items()))
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A regular expression of the configuration, and where it stands there."""
+
+    text: str
+    place: str
+    compiled: re.Pattern[str]
+
+    def fits(self, *names: str) -> bool:
+        """Whether it is the whole of one of the names."""
+        return any(self.compiled.fullmatch(name) for name in names)
+
+
+def choose_sites(roots: Mapping[str, nn.Module], family: ModelSpec, network: NetworkSection) -> Choice:
+    """The modules of `roots`, {component: module}, that get an adapter.
+
+    Raises UsageError: PATTERN-UNREADABLE, SITES-NONE where no module is left.
+    """
+    patterns = {
+        place: [compiled(text, place) for text in getattr(network, place)]
+        for place in ("only_patterns", "exclude_patterns", "include_patterns")
+    }
+    by_pattern = {
+        place: [(compiled(text, place), value) for text, value in getattr(network, place).items()]
+        for place in ("network_reg_dims", "network_reg_alphas", "network_reg_lrs")
+    }
+    every = [pattern for group in patterns.values() for pattern in group]
+    every += [pattern for group in by_pattern.values() for pattern, _ in group]
+    idle = {pattern.place + pattern.text: pattern for pattern in every}
+    chosen: list[Chosen] = []
+    left_out: dict[str, str] = {}
+    for component, module, layer, original in candidates(roots, family):
+        names = (original, module)
+        for pattern in list(idle.values()):
+            if pattern.fits(*names):
+                del idle[pattern.place + pattern.text]
+        reason = exclusion(names, family, patterns) or unsuited(layer, network)
+        if reason:
+            left_out[f"{component}.{module}"] = reason
+            continue
+        rank, alpha, why = rank_of(layer, names, network, by_pattern)
+        rate = first_match(by_pattern["network_reg_lrs"], names)
+        shape = weight_shape(layer)
+        chosen.append(Chosen(component, module, original, shape, rank, alpha, rate and rate[1], why))
+    findings = tuple(idle_pattern(pattern, chosen, left_out) for pattern in idle.values())
+    if not chosen:
+        raise nothing_chosen(roots, left_out, findings)
+    return Choice(tuple(chosen), left_out, findings)
+
+
+def candidates(roots: Mapping[str, nn.Module], family: ModelSpec) -> Iterator[tuple[str, str, nn.Module, str]]:
+    """(component, module name, layer, original name) of every Linear and convolution where trainers put adapters."""
+    resolver = Resolver.of_model(family)
+    for component, root in roots.items():
+        within = re.compile(family.adapters.trained.get(component, ".*"))
+        for name, layer in root.named_modules():
+            if isinstance(layer, (nn.Linear, *CONVOLUTIONS)) and within.fullmatch(name):
+                yield component, name, layer, resolver.native_name(component, name) or name
+
+
+def exclusion(names: tuple[str, str], family: ModelSpec, patterns: Mapping[str, list[Pattern]]) -> str:
+    """Why a module gets none, '' where it gets one: only_patterns first, then exclusion, from which inclusion saves."""
+    only = patterns["only_patterns"]
+    if only:
+        return "" if any(p.fits(*names) for p in only) else "not among only_patterns"
+    if any(p.fits(*names) for p in patterns["include_patterns"]):
+        return ""
+    if family.adapters.untrained and re.fullmatch(family.adapters.untrained, names[0]):
+        return f"left alone by default ({family.title})"
+    found = next((p for p in patterns["exclude_patterns"] if p.fits(*names)), None)
+    return f"exclude_patterns: {found.text}" if found else ""
+
+
+def unsuited(layer: nn.Module, network: NetworkSection) -> str:
+    """Why a layer has no rank, '' where it has one."""
+    return "conv_dim is 0" if has_kernel(layer) and network.conv_dim == 0 else ""
+
+
+def has_kernel(layer: nn.Module) -> bool:
+    """Whether a layer is a convolution with a kernel larger than one."""
+    return any(side > 1 for side in weight_shape(layer)[2:])
+
+
+def weight_shape(layer: nn.Module) -> tuple[int, ...]:
+    """The shape of a layer's weight."""
+    weight: Any = layer.weight
+    return tuple(weight.shape)
+
+
+def rank_of(
+    layer: nn.Module,
+    names: tuple[str, str],
+    network: NetworkSection,
+    by_pattern: Mapping[str, list[tuple[Pattern, float]]],
+) -> tuple[int, float, str]:
+    """Rank, alpha and reason: by pattern, else by the kind of layer. Alpha 0 stands for the rank, as in sd-scripts."""
+    kernel = has_kernel(layer)
+    conv_dim, conv_alpha = network.conv_dim, network.conv_alpha
+    rank = conv_dim if kernel and conv_dim else network.network_dim
+    alpha = conv_alpha if kernel and conv_alpha is not None else network.network_alpha
+    ranked, scaled = (first_match(by_pattern[name], names) for name in ("network_reg_dims", "network_reg_alphas"))
+    reasons = [f"{pattern.place}: {pattern.text}" for pattern, _ in filter(None, (ranked, scaled))]
+    if ranked:
+        rank = int(ranked[1])
+    if scaled:
+        alpha = scaled[1]
+    return rank, alpha or float(rank), "; ".join(reasons) or ("conv_dim" if kernel and conv_dim else "network_dim")
+
+
+def first_match(patterns: list[tuple[Pattern, float]], names: tuple[str, str]) -> tuple[Pattern, float] | None:
+    """The first pattern that is one of the names, with its value."""
+    return next(((pattern, value) for pattern, value in patterns if pattern.fits(*names)), None)
+
+
+def compiled(text: str, place: str) -> Pattern:
+    """A pattern; raises UsageError (PATTERN-UNREADABLE) for text that is no regular expression."""
+    try:
+        return Pattern(text, place, re.compile(text))
+    except re.error as error:
+        raise UsageError(
+            f"{place}: {text!r} is no regular expression: {error}",
+            code="PATTERN-UNREADABLE",
+            subject=f"network.{place}",
+            evidence={"pattern": text, "at": error.pos},
+            remedy=r"A dot stands for any sign, `.*` for any text; write `\.` for a dot itself.",
+        ) from error
+
+
+def idle_pattern(pattern: Pattern, chosen: Iterable[Chosen], left_out: Mapping[str, str]) -> Finding:
+    """The finding that a pattern is the name of no module."""
+    known = [*(one.original for one in chosen), *(site.partition(".")[2] for site in left_out)]
+    return Finding(
+        Level.ERROR,
+        "PATTERN-MATCHES-NOTHING",
+        f"network.{pattern.place}",
+        f"{pattern.text!r} is the whole name of no module",
+        {"pattern": pattern.text, "modules": len(known), "such as": known[:2]},
+        "Patterns must fit a whole name, so that `.*` is often needed at either end."
+        + did_you_mean(pattern.text, known),
+    )
+
+
+def nothing_chosen(
+    roots: Mapping[str, nn.Module], left_out: Mapping[str, str], findings: tuple[Finding, ...]
+) -> UsageError:
+    """The error for a choice of nothing."""
+    why = sorted(set(left_out.values()))
+    return UsageError(
+        f"no module of {', '.join(roots)} gets an adapter: {'; '.join(why) or 'there is none'}",
+        code="SITES-NONE",
+        subject="network",
+        evidence={"modules": len(left_out), "idle_patterns": [f.evidence["pattern"] for f in findings]},
+        remedy="See the names with `finitune train CONFIG --explain`, and loosen the patterns.",
+    )
+
+
+def blank(name: str) -> str:
+    """A name with its numbers as *."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))

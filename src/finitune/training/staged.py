@@ -1,0 +1,108 @@
+"""Folders that are whole or not there: filled under another name in the same place, flushed to disk, renamed.
+
+A lock beside the folder being filled tells it from what a killed program left. A folder that is replaced is set aside
+first, since no rename replaces one that is not empty; the next `sweep` puts it back if the new one never came.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from finitune.errors import FileError
+from finitune.files.writer import flush, is_abandoned, locked, remove_strays, workshop_of
+
+PARTIAL = re.compile(r"\.partial-(?P<mark>[0-9a-f]{8})-(?P<name>.+)")
+DISCARDED = ".discarded-"
+ASIDE = re.compile(r"\.aside-(?P<mark>[0-9a-f]{8})-(?P<name>.+)")
+
+
+@contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """An empty folder to be filled with files; at the end all are on disk, and the folder is `target`.
+
+    On any error nothing of it is left, and a `target` that was there is as it was. What killed programs left in the
+    same place is removed. Raises FileError (FILE-NOT-WRITTEN) where the system refuses, a full disk included; other
+    errors pass through.
+    """
+    mark = secrets.token_hex(4)
+    lock = target.with_name(f".partial-{mark}-{target.name}")
+    aside = target.with_name(f".aside-{mark}-{target.name}")
+    place = workshop_of(lock)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        sweep(target.parent)
+        with locked(lock):
+            place.mkdir()
+            yield place
+            settle(place)
+            if target.exists():
+                target.rename(aside)
+            place.rename(target)
+            flush_folder(target.parent)
+    except OSError as error:
+        raise not_written(target, error) from error
+    finally:
+        if aside.exists() and not target.exists():
+            aside.rename(target)
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(place, ignore_errors=True)
+        lock.unlink(missing_ok=True)
+
+
+def settle(folder: Path) -> None:
+    """Force the files of a folder, and their names, onto the disk."""
+    for file in sorted(folder.iterdir()):
+        flush(file)
+    flush_folder(folder)
+
+
+def flush_folder(folder: Path) -> None:
+    """Force the names in a folder onto the disk, where the system can."""
+    if os.name == "posix":
+        flush(folder)
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Clear away what killed programs left in a folder, and put back what they had set aside; what was removed."""
+    found = {path: path.name for path in folder.iterdir()}
+    partial = [(path, match) for path, name in found.items() if path.is_file() and (match := PARTIAL.fullmatch(name))]
+    working = {match["mark"] for path, match in partial if not is_abandoned(path)}
+    removed: list[Path] = []
+    for path, name in found.items():
+        match = ASIDE.fullmatch(name)
+        if match and match["mark"] in working:
+            continue
+        if match and not (folder / match["name"]).exists():
+            path.rename(folder / match["name"])
+        elif match or name.startswith(DISCARDED):
+            shutil.rmtree(path)
+            removed.append(path)
+    for name in sorted({match["name"] for _, match in partial}):
+        removed += remove_strays(folder / name)
+    return removed
+
+
+def discard(path: Path) -> None:
+    """Remove a file, or a folder in such a way that no reader finds half of it."""
+    if path.is_dir():
+        path = path.rename(path.with_name(f"{DISCARDED}{path.name}"))
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def not_written(path: Path, error: OSError) -> FileError:
+    """What is said where the system refuses to write."""
+    return FileError(
+        f"{path} could not be written: {error.strerror or error}",
+        code="FILE-NOT-WRITTEN",
+        subject=str(path),
+        evidence={"errno": error.errno},
+        remedy="Check the free space and the permissions of the folder. Nothing was left behind.",
+    )

@@ -1,0 +1,67 @@
+"""The loss on pictures kept out, at fixed sigmas and with fixed noise: the same question each time.
+
+A random sigma would drown the answer: the loss varies tenfold over sigma and hardly at all over a training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from finitune.datasets.items import Batch, MicroBatch
+from finitune.precision.probe import probe
+from finitune.training.learner import Learner
+from finitune.training.objective import Objective
+from finitune.training.ranks import Ranks
+
+Load = Callable[[MicroBatch], Batch | None]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Micro-batches of pictures kept out, each sample with a place of its own for its noise."""
+
+    batches: Sequence[MicroBatch]
+    sigmas: tuple[float, ...]
+    seed: int
+
+    @torch.no_grad()
+    def measure(self, learner: Learner, objective: Objective, load: Load, ranks: Ranks) -> dict[float, float]:
+        """{sigma: mean loss} over all pictures; the work is shared among the processes, the result is everybody's."""
+        sums = torch.zeros(len(self.sigmas) + 1, dtype=torch.float64)
+        learner.train(False)
+        for place, micro in enumerate(self.batches):
+            batch = load(micro) if place % ranks.world == ranks.rank else None
+            if batch is None:
+                continue
+            learner.strength(batch.multiplier)
+            for i, sigma in enumerate(self.sigmas):
+                lesson = objective.at(batch, sigma, self.seed)
+                velocity = learner.denoiser(lesson.x_t, lesson.sigma, batch.conditioning)
+                sums[i] += objective.losses(lesson, velocity, batch).double().sum().cpu()
+            sums[-1] += len(batch)
+        total = ranks.add(sums.float().to(ranks.device)).double().cpu()
+        learner.train(True)
+        return {sigma: float(total[i] / total[-1]) for i, sigma in enumerate(self.sigmas)}
+
+    @torch.no_grad()
+    def ranges(self, learner: Learner, objective: Objective, load: Load) -> dict[str, float]:
+        """The largest magnitude that leaves each block of the denoiser on the first pictures, over all sigmas."""
+        batch = load(self.batches[0])
+        root = learner.precisions["transformer"].module
+        if batch is None:
+            return {}
+        learner.train(False)
+        with probe(root) as found:
+            for sigma in self.sigmas:
+                lesson = objective.at(batch, sigma, self.seed)
+                learner.denoiser(lesson.x_t, lesson.sigma, batch.conditioning)
+        learner.train(True)
+        return {site: amax for site, amax in found.amax.items() if site.rpartition(".")[0].endswith("blocks")}
+
+
+def mean(by_sigma: dict[float, float]) -> float:
+    """The mean over the sigmas."""
+    return sum(by_sigma.values()) / len(by_sigma)

@@ -1,0 +1,154 @@
+"""The table of conflicts: each rule speaks where it should, and falls silent when its remedy is followed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+
+from finitune.adapters import ALGORITHMS
+from finitune.config.conflicts import RULES, conflicts
+from finitune.config.conflicts_model import ADDITIVE, BLOCKED, RANKED
+from finitune.config.init import commented
+from finitune.config.read import dump, read_config, validate
+from finitune.config.rule import NO_EFFECT, Rule
+from finitune.config.schema import TrainConfig
+from finitune.report import Finding, Level
+from finitune.training.optimizer_names import SELF_TUNED as TRULY_SELF_TUNED
+from tests.conflict_cases import CASES as SETTINGS
+from tests.conflict_cases_data import CASES as DATA
+
+CASES = (*SETTINGS, *DATA)
+GONE = "-"
+
+
+def config_of(*assignments: str) -> TrainConfig:
+    """A small configuration with "section.option = value; ..." on top; the value - takes an option away."""
+    subset: dict[str, Any] = {"image_dir": "pictures"}
+    dataset: dict[str, Any] = {"subsets": [subset]}
+    document: dict[str, Any] = {
+        "model": {"pretrained_model_name_or_path": "anima"},
+        "saving": {"output_dir": "out"},
+        "datasets": [dataset],
+    }
+    homes = {"subset": subset, "dataset": dataset, "datasets": document}
+    for assignment in filter(None, (part.strip() for text in assignments for part in text.split(";"))):
+        place, value = (part.strip() for part in assignment.split("=", 1))
+        section, _, option = place.partition(".")
+        home = homes[section] if section in homes else document.setdefault(section, {})
+        if value == GONE:
+            home.pop(option, None)
+        else:
+            home[option or section] = tomlkit.value(value).unwrap()
+    return validate(document)[0]
+
+
+def key(rule: Rule | Finding) -> tuple[str, str]:
+    return rule.code, rule.subject
+
+
+def found(config: TrainConfig) -> dict[tuple[str, str], Finding]:
+    return {key(finding): finding for finding in conflicts(config)}
+
+
+def test_every_rule_has_a_case_and_every_case_a_rule():
+    keys = [key(rule) for rule in RULES]
+    assert len(keys) == len(set(keys))
+    assert {(code, subject) for code, subject, _, _ in CASES} == set(keys)
+
+
+@pytest.mark.parametrize(("code", "subject", "trigger", "cure"), CASES, ids=[f"{c}-{s}" for c, s, _, _ in CASES])
+def test_a_rule_speaks_where_it_should_and_its_cure_silences_it(code: str, subject: str, trigger: str, cure: str):
+    rule = next(rule for rule in RULES if key(rule) == (code, subject))
+    finding = rule.finding(config_of(trigger))
+    assert finding is not None and finding.level is rule.level
+    assert "{" not in finding.message + finding.remedy
+    assert finding.remedy or finding.level is Level.NOTE
+    assert rule.finding(config_of(trigger, cure)) is None
+
+
+def test_a_plain_configuration_has_no_conflicts():
+    assert [key(finding) for finding in conflicts(config_of())] == [("SAVED-ONCE", "saving.save_every_n_steps")]
+
+
+def test_everything_written_out_is_as_silent_as_what_is_left_out():
+    config = config_of()
+    written, _ = validate(tomlkit.parse(dump(config)).unwrap())
+    assert conflicts(written) == conflicts(config)
+
+
+def test_the_commented_example_has_nothing_worse_than_a_note(tmp_path: Path):
+    path = tmp_path / "train.toml"
+    path.write_text(commented(), encoding="utf-8")
+    assert {finding.level for finding in conflicts(read_config(path).config)} <= {Level.NOTE}
+
+
+def test_errors_come_first():
+    levels = [f.level for f in conflicts(config_of("network.factor = 4; objective.masked_loss = true"))]
+    assert levels == [Level.ERROR, Level.WARNING, Level.NOTE]
+
+
+def test_no_effect_is_a_warning_and_names_the_option():
+    for rule in RULES:
+        if rule.code == NO_EFFECT:
+            assert rule.level is Level.WARNING
+            assert rule.subject.rpartition(".")[2] in rule.message and "has no effect" in rule.message
+
+
+def test_the_kinds_of_algorithms_are_those_of_the_algebra():
+    additive = {algorithm.name for algorithm in ALGORITHMS if algorithm.additive}
+    assert set(ADDITIVE) == additive - {"norm"}
+    names = {algorithm.name for algorithm in ALGORITHMS}
+    assert {*RANKED, *BLOCKED} <= names
+
+
+@pytest.mark.parametrize("name", sorted(TRULY_SELF_TUNED))
+def test_optimisers_that_find_their_rate_are_known_by_name(name: str):
+    config = config_of(f"optimizer.optimizer_type = '{name}'")
+    assert ("OPTIMIZER-RATE-SELF-TUNED", "optimizer.learning_rate") in found(config)
+
+
+def test_the_scale_of_the_report_is_told():
+    finding = found(config_of("network.network_dim = 4; network.network_alpha = 128"))[
+        ("NETWORK-SCALE", "network.network_alpha")
+    ]
+    assert finding.evidence == {"scale": "32", "alpha": "128", "rank": 4}
+
+
+def test_rank_stabilised_scales_are_told_by_the_root():
+    settings = "network.network_dim = 64; network.network_alpha = 64"
+    assert ("NETWORK-SCALE", "network.network_alpha") not in found(config_of(settings, "network.rs_lora = true"))
+    assert ("NETWORK-SCALE", "network.network_alpha") in found(
+        config_of("network.network_dim = 256; network.network_alpha = 256; network.rs_lora = true")
+    )
+
+
+def test_inherited_options_are_told_with_all_places():
+    finding = found(config_of("general.keep_tokens = 2; datasets.datasets = [{subsets = [{}, {}]}, {subsets = [{}]}]"))[
+        (NO_EFFECT, "datasets.subsets.keep_tokens")
+    ]
+    places = "datasets[0].subsets[0], datasets[0].subsets[1], datasets[1].subsets[0]"
+    assert finding.evidence == {"where": places} and places in finding.message
+
+
+def test_a_lower_level_counts_for_data_rules():
+    config = config_of("general.keep_tokens = 2; subset.shuffle_caption = true")
+    assert (NO_EFFECT, "datasets.subsets.keep_tokens") not in found(config)
+
+
+MYTHS = (
+    "training.gradient_checkpointing = true",
+    "network.network_dim = 7; network.network_alpha = 3",
+    "network.network_dim = 128; network.network_alpha = 1",
+    "network.conv_dim = 0",
+    "training.torch_compile = true; model.precision = 'current-half'; model.device = 'cpu'",
+    "general.bucket_no_upscale = true",
+    "saving.save_precision = 'fp16'",
+)
+
+
+@pytest.mark.parametrize("settings", MYTHS)
+def test_what_people_wrongly_forbid_is_no_conflict(settings: str):
+    assert conflicts(config_of(settings)) == conflicts(config_of())
