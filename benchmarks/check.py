@@ -51,7 +51,7 @@ def pass_through(path: Path) -> None:
 
 
 def check_all(path: Path) -> None:
-    report = check.run(check.Request(file=path))
+    report = check.run(check.Request(paths=(path,)))
     assert report.ok and report.figures["nonfinite_tensors"] == 0
 
 

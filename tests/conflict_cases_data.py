@@ -18,6 +18,7 @@ CASES = (
         "dataset.resolution = [1008, 1024]",
     ),
     ("RESOLUTION-IS-AREA", "datasets.resolution", "general.resolution = 1000", "general.resolution = 1008"),
+    ("RESOLUTION-TOO-LARGE", "datasets.resolution", "general.resolution = 10240", "dataset.resolution = 1024"),
     ("BUCKETS-CROSSED", "datasets.min_bucket_reso", "general.min_bucket_reso = 2048", "general.max_bucket_reso = 2048"),
     (
         NO,

@@ -199,12 +199,12 @@ def test_scl_04_a_scale_that_a_person_states_is_written(tmp_path: Path, words: s
     assert report.ok and said.level.value == "note" and f"{scale:g}" in said.message
     up, down = (tensors[f"{words}.lora_{side}.weight"].double() for side in "BA")
     torch.testing.assert_close(change_in(request["out"], 16, 8), scale * up @ down)
-    assert {finding.code for finding in check.run(check.Request(file=source, scale=scale)).findings} >= {said.code}
+    assert {finding.code for finding in check.run(check.Request(paths=(source,), scale=scale)).findings} >= {said.code}
 
 
 @pytest.mark.parametrize("scale", [0.0, math.nan, math.inf])
 def test_scl_04_a_scale_that_none_can_be_is_wrong_usage(tmp_path: Path, scale: float):
-    report = check.run(check.Request(file=peft_folder(tmp_path / "p"), scale=scale))
+    report = check.run(check.Request(paths=(peft_folder(tmp_path / "p"),), scale=scale))
     assert report.exit_code == 2 and report.findings[-1].code == "SCALE-OUT-OF-RANGE"
 
 

@@ -34,7 +34,7 @@ def anima_file(path: Path, adapter: AdapterSet, spelling: str = "kohya") -> Path
 
 
 def checked(file: Path, **options):
-    return check.run(check.Request(file=file, **options))
+    return check.run(check.Request(paths=(file,), **options))
 
 
 def codes(report):

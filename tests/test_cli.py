@@ -28,7 +28,10 @@ OPTIONS = {
     "plan": MODEL | {"out", "headroom_bits", "prompts", "steps", "seed", "size"},
     "train": {"config", "source", "init", "explain", "dry_run", "resume", "out"},
     "verify_resume": {"config", "steps", "out"},
-    "check": DOUBTS | {"file", "model"},
+    "doctor": {"quick", "distributed", "bundle", "run"},
+    "check": DOUBTS | {"paths", "model", "gpu", "fix", "yes", "html"},
+    "bench": {"what", "model", "size", "device", "out"},
+    "explain": {"code"},
     "convert": DOUBTS
     | {"file", "to", "out", "as_algorithm", "rank", "dtype", "blocks", "portable", "model"}
     | {"allow_lossy", "allow_unmatched", "fix_split_scale"},
@@ -45,7 +48,10 @@ LINES = {
     "plan": ["plan", "m"],
     "train": ["train", "c"],
     "verify_resume": ["verify-resume", "c"],
-    "check": ["check", "f"],
+    "doctor": ["doctor", "--quick"],
+    "check": ["check", "f", "g"],
+    "bench": ["bench", "attention"],
+    "explain": ["explain", "DRIVER-OLD"],
     "convert": ["convert", "f", "--to", "kohya"],
     "merge": ["merge", "m", "a:0.5", "b", "-o", "o"],
     "extract": ["extract", "b", "t", "--rank", "4"],
@@ -63,7 +69,7 @@ def journey(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Journey], list[An
     def replace(verb: str, run: Journey) -> list[Any]:
         requests: list[Any] = []
 
-        def watched(request: Any, *rest: Any) -> Report:
+        def watched(request: Any, *rest: Any, **page: Any) -> Report:
             requests.append(request)
             rest[-1].start("stage", 1)  # every journey is handed a progress, last
             return run()
@@ -130,6 +136,21 @@ def test_options_reach_the_request(journey: Callable[..., list[Any]], capsys: py
         "out": Path("o"),
     }
     assert capsys.readouterr().out.startswith("OK  generate: nothing to report")
+
+
+def test_preflight_options_reach_the_requests(journey: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]):
+    doctored, checked = (journey(verb, lambda verb=verb: Report(verb)) for verb in ("doctor", "check"))
+    assert main(["doctor", "--distributed", "2", "--bundle", "b.zip", "--run", "out"]) == 0
+    assert (
+        main(["check", "a", "b", "--model", "sdxl", "--gpu", "T4", "--fix", "--yes", "--html", "p", "--scale", "1"])
+        == 0
+    )
+    (machine,), (paths,) = doctored, checked
+    assert (machine.quick, machine.distributed, machine.bundle, machine.run) == (False, 2, Path("b.zip"), Path("out"))
+    assert (paths.paths, paths.model, paths.gpu, paths.html) == ((Path("a"), Path("b")), "sdxl", "T4", Path("p"))
+    assert (paths.fix, paths.yes, paths.scale) == (True, True, 1.0)
+    assert main(["check"]) == 2
+    assert "PATH is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("verb", LINES)

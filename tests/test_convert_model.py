@@ -119,7 +119,7 @@ def test_a_t_lora_is_written_as_the_lora_that_it_is(tmp_path, base, to):
 
 def test_a_t_lora_is_not_said_to_load_because_it_was_baked_here(tmp_path, base):
     t_lora(tmp_path)
-    report = check.run(check.Request(file=tmp_path / "a.safetensors", model=str(tmp_path / "m.safetensors")))
+    report = check.run(check.Request(paths=(tmp_path / "a.safetensors",), model=str(tmp_path / "m.safetensors")))
     assert report.ok and set(report.figures["loads"].values()) == {"no"}
     done = convert.run(
         convert.Request(

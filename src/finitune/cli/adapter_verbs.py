@@ -12,21 +12,6 @@ from cyclopts import Parameter
 from finitune.cli.options import Cut, Doubts, Dtype, Flag, Job, Out
 
 
-def check(file: Path, doubts: Doubts = Doubts(), *, model: str | None = None) -> Job:
-    """Say what a file is, what is wrong with it, and where it will load.
-
-    Parameters
-    ----------
-    file
-        An adapter file, a PEFT folder, or a model: a file, the index of a sharded one, a folder.
-    model
-        The model that the adapter is for: its family (`anima`, `sdxl` ...), `pico-anima`, a file or a folder.
-    """
-    from finitune.journeys import check as journey
-
-    return partial(journey.run, journey.Request(file=file, model=model, **vars(doubts)))
-
-
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class Conversion:

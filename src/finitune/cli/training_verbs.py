@@ -39,7 +39,7 @@ def train(
     resume
         Go on from the last state in the output folder.
     out
-        The file for `--init`; with `--from`, the folder of the run.
+        The file for `--init`; else the folder of the run, in place of the configuration's.
     """
     from finitune.journeys import train as journey
     from finitune.render.training import training_page

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from finitune.cli.adapter_verbs import check, convert, extract, merge, resize
+from finitune.cli.adapter_verbs import convert, extract, merge, resize
 from finitune.cli.model_verbs import demo, diagnose, generate, plan
 from finitune.cli.options import Job
+from finitune.cli.preflight_verbs import bench, check, doctor, explain
 from finitune.cli.training_verbs import train, verify_resume
 
 VERBS: tuple[Callable[..., Job], ...] = (
+    doctor,
+    check,
     generate,
     diagnose,
     plan,
     train,
     verify_resume,
-    check,
     convert,
     merge,
     extract,
     resize,
+    bench,
+    explain,
     demo,
 )

@@ -11,6 +11,9 @@ from finitune.config.rule import ERROR, NO_EFFECT, NOTE, WARNING, Rule, in_datas
 MULTIPLE = 16
 """Sides of pictures are multiples of it: 8 by the VAE, 2 by the patches."""
 
+LARGEST = 4096
+"""The side of a picture that is surely a slip of the pen: a step at 1024 takes a sixteenth of it."""
+
 
 def sides(dataset: ResolvedDataset) -> tuple[int, int]:
     """Width and height of the resolution."""
@@ -26,6 +29,12 @@ def off_multiple(value: int) -> Mapping[str, int]:
 def resolution_off(dataset: ResolvedDataset) -> Mapping[str, int]:
     """The first side that is no multiple of 16."""
     return next((found for side in sides(dataset) if (found := off_multiple(side))), {})
+
+
+def too_large(dataset: ResolvedDataset) -> Mapping[str, str]:
+    """The resolution, where it has more pixels than anybody trains on."""
+    width, height = sides(dataset)
+    return {"size": f"{width} x {height}", "largest": f"{LARGEST} x {LARGEST}"} if width * height > LARGEST**2 else {}
 
 
 def crossed_buckets(dataset: ResolvedDataset) -> Mapping[str, int]:
@@ -91,6 +100,14 @@ DATASETS = (
         in_datasets(lambda d: d.enable_bucket and resolution_off(d)),
         "a side of {value} is no multiple of 16; with buckets it says only how many pixels there are ({where})",
         "Take {nearest} for a square bucket of just that size.",
+    ),
+    Rule(
+        ERROR,
+        "RESOLUTION-TOO-LARGE",
+        "datasets.resolution",
+        in_datasets(too_large),
+        "a resolution of {size} has more pixels than {largest} ({where})",
+        "Anima draws about 1024 x 1024: take resolution = 1024, or less to save memory.",
     ),
     Rule(
         ERROR,

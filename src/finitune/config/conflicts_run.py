@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from finitune.config.rule import (
     ERROR,
     NOTE,
@@ -17,6 +19,8 @@ from finitune.config.schema import TrainConfig
 
 NOT_IN_NAMES = frozenset('/\\:*?"<>|')
 """Signs that a file's name cannot have everywhere."""
+LONGEST_NAME = 150
+"""Bytes of a name; systems allow 255, and steps, spellings and endings come behind it."""
 LONG_RUN = 500
 """Steps from which the loss of all of them would hurt."""
 
@@ -25,6 +29,17 @@ def previews_wanted(config: TrainConfig) -> bool:
     """Whether pictures are to be drawn at some time."""
     preview = config.preview
     return bool(preview.sample_every_n_steps or preview.sample_every_n_epochs or preview.sample_at_first)
+
+
+def bad_name(name: str) -> Mapping[str, str]:
+    """What a name has that files cannot have, here or on another system; nothing where all is well."""
+    if not name.strip():
+        return {"what": "is empty"}
+    if NOT_IN_NAMES & set(name):
+        return {"what": 'cannot have any of / \\ : * ? " < > |'}
+    if name != name.strip() or name[0] == "." or name[-1] == ".":
+        return {"what": "cannot begin or end with a dot or a blank"}
+    return {"what": f"has more than {LONGEST_NAME} letters"} if len(name.encode()) > LONGEST_NAME else {}
 
 
 def saves_on_the_way(config: TrainConfig) -> bool:
@@ -77,8 +92,8 @@ SAVING = (
         ERROR,
         "OUTPUT-NAME",
         "saving.output_name",
-        lambda c: not c.saving.output_name.strip() or NOT_IN_NAMES & set(c.saving.output_name),
-        'output_name is the name of a file, and cannot be empty or have any of / \\ : * ? " < > |',
+        lambda c: bad_name(c.saving.output_name),
+        "output_name is the name of a file, and {what}",
         "Folders go into output_dir.",
     ),
     Rule(

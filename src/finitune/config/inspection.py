@@ -153,6 +153,8 @@ class Inspection:
         """A value as its kind, with what was put right said."""
         name = path[-1]
         try:
+            if isinstance(value, str) and is_path(field, path):
+                value = at_home(value)
             if name == "optimizer_args" and isinstance(value, (str, list, tuple, Mapping)):
                 arguments, findings = parse_arguments(value, self.named(path))
                 self.findings += findings
@@ -167,9 +169,9 @@ class Inspection:
         if code:
             level = Level.WARNING if code == AS_TEXT else Level.NOTE
             what = "is in quotes" if code == AS_TEXT else "has a fraction of zero"
-            self.say(
-                level, code, path, value, f"{self.named(path)} = {brief(value)} {what}; it is taken as {brief(kept)}"
-            )
+            remedy = "Leave the quotes out." if code == AS_TEXT else ""
+            message = f"{self.named(path)} = {brief(value)} {what}; it is taken as {brief(kept)}"
+            self.say(level, code, path, value, message, remedy)
         if name not in FREE_TEXT:
             self.escapes(field, kept, path)
         return self.path_beside(field, kept, path) if self.beside else kept
@@ -224,7 +226,7 @@ class Inspection:
         """Refuse a value, saying what would fit."""
         expected = kind_of(field)
         message = f"{self.named(path)} = {brief(value)} is not {expected}." + (f" {hint}" if hint else "")
-        remedy = f"{path[-1]}: {' '.join(field.description.split())}" if field.description and not hint else ""
+        remedy = f"{path[-1]}: {' '.join(field.description.split())}" if field.description else ""
         self.refuse(code, path, value, message, remedy, expected=expected)
 
     def refuse(self, code: str, path: KeyPath, value: Any, message: str, remedy: str = "", **evidence: object) -> None:
@@ -273,6 +275,11 @@ def resolved(location: Sequence[int | str]) -> tuple[FieldInfo | None, KeyPath]:
 def is_path(field: FieldInfo, path: KeyPath) -> bool:
     """Whether an option may name a file or a folder."""
     return Path in alternatives(field.annotation) or path[-1] == "pretrained_model_name_or_path"
+
+
+def at_home(text: str) -> str:
+    """A path with ~ at its beginning as the home folder, as shells have it."""
+    return str(Path(text).expanduser()) if text == "~" or text.startswith(("~/", "~\\")) else text
 
 
 def header(path: KeyPath) -> str:

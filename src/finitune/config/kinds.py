@@ -94,6 +94,8 @@ def taken(kind: Any, value: Any) -> tuple[Any, str]:
         raise Unfit(hint=f'Write it in quotes: "{value}".' if isinstance(value, (int, float)) else "")
     if chosen is Path and not isinstance(value, (str, Path)):
         raise Unfit()
+    if chosen is Path and not str(value).strip():
+        raise Unfit(hint="It is empty: name one, or leave the option out.")
     return (frozen(value) if chosen in (Any, object) else value), ""
 
 

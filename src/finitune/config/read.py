@@ -100,7 +100,7 @@ def invalid(source: str, found: list[Finding]) -> UsageError:
                 for f in found
             ]
         },
-        remedy=found[0].remedy if one else "",
+        remedy=found[0].remedy if one else "Correct each of them: all are listed.",
     )
 
 

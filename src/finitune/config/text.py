@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finitune.errors import UsageError
-from finitune.files.sniff import size_of, unreadable
+from finitune.files.sniff import PEEK_BYTES, begins_as_safetensors, size_of, unreadable
 
 if TYPE_CHECKING:
     from tomlkit.items import Item
@@ -58,18 +58,20 @@ def read_toml(path: Path) -> Written:
 
 def decoded(path: Path) -> str:
     """The text of a UTF-8 file, without a byte order mark; raises FileError, UsageError (CONFIG-ENCODING)."""
-    size_of(path)
     try:
+        size_of(path)
         content = path.read_bytes()
     except OSError as error:
         raise unreadable(path, error) from error
+    wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
+    if b"\0" in content[:PEEK_BYTES] and not wide:
+        raise binary(path, content[:PEEK_BYTES])
     try:
         return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         # The codec counts from behind the mark.
         at = error.start + len(content) - len(error.object)
         line = content.count(b"\n", 0, at) + 1
-        wide = content.startswith((b"\xff\xfe", b"\xfe\xff"))
         raise UsageError(
             f"{path} is not UTF-8 text: byte {at}, on line {line}, {'begins UTF-16' if wide else 'cannot stand there'}",
             code="CONFIG-ENCODING",
@@ -77,6 +79,18 @@ def decoded(path: Path) -> str:
             evidence={"file": str(path), "at_byte": at, "line": line, "byte": f"0x{content[at]:02x}"},
             remedy="Save it as UTF-8 in a text editor.",
         ) from error
+
+
+def binary(path: Path, start: bytes) -> UsageError:
+    """The error for a file that is no text at all: a picture, a model, an archive."""
+    kind = "a safetensors file" if begins_as_safetensors(start) else "a binary file"
+    return UsageError(
+        f"{path} is {kind}, not the text of a configuration",
+        code="CONFIG-ENCODING",
+        subject=str(path),
+        evidence={"file": str(path), "starts_with": start[:8].hex(" ")},
+        remedy="Name the configuration itself: a TOML, JSON or YAML file.",
+    )
 
 
 def parsed(text: str, path: Path) -> dict[str, Any]:

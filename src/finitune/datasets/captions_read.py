@@ -60,9 +60,14 @@ def guess_of(data: bytes) -> tuple[str, str]:
     return "", ""
 
 
+def is_cut_off(data: bytes, at: int, reason: str) -> bool:
+    """Whether bytes that a UTF-8 decoder refuses at a place, for a reason, are UTF-8 that ends within a character."""
+    return reason == "unexpected end of data" and (len(data) - at > 1 or not data[:at].isascii())  # else maybe cp1252
+
+
 def _not_utf8(path: Path, data: bytes, at: int, reason: str) -> FileError:
     evidence: dict[str, object] = {"at_byte": at, "byte": f"0x{data[at]:02x}", "reason": reason}
-    if reason == "unexpected end of data" and (len(data) - at > 1 or not data[:at].isascii()):  # else it may be cp1252
+    if is_cut_off(data, at, reason):
         evidence |= {"guess": "utf-8, cut off", "mended": shown(data[:at].decode("utf-8-sig"))}
         remedy = "It ends within a character: complete it."
     else:

@@ -190,11 +190,13 @@ class Latents:
         return is_fixed(self.course.examples[item.example])
 
     def fault(self, item: Variant, entry: Mapping[str, Tensor]) -> str:
-        """What is wrong with the shapes."""
+        """What is wrong with the shapes and dtypes."""
         latents, mask = entry.get("latents"), entry.get("mask")
         width, height = self.course.placements[item.example].bucket
         if latents is None or latents.dim() != 4 or latents.shape[-1] * height != latents.shape[-2] * width:
             return f"its latents do not fit a picture of {width} x {height}"
+        if narrow := narrowed(entry):
+            return narrow
         if (mask is not None) != bool(mask_source(self.course.examples[item.example], self.masked)):
             return "it has a mask and should not, or the other way round"
         return "" if mask is None or mask.shape == latents.shape[-2:] else "its mask does not fit its latents"
@@ -257,6 +259,12 @@ def mask_source(example: Example, masked: bool) -> str:
     return "alpha" if example.subset.alpha_mask else ""
 
 
+def narrowed(entry: Mapping[str, Tensor]) -> str:
+    """That an entry was rounded to fewer bits than encoders give, "" if it was not."""
+    dtypes = {str(tensor.dtype) for tensor in entry.values() if tensor.is_floating_point()} - {"torch.float32"}
+    return f"it was rounded to {', '.join(sorted(dtypes)).replace('torch.', '')}" if dtypes else ""
+
+
 class Texts:
     """Makes what the denoiser is told of captions; `names` are pictures that captions belong to, for messages."""
 
@@ -277,8 +285,8 @@ class Texts:
         return True
 
     def fault(self, item: str, entry: Mapping[str, Tensor]) -> str:
-        """What is wrong with the shapes."""
-        return "" if entry and all(tensor.dim() for tensor in entry.values()) else "it holds no text"
+        """What is wrong with the shapes and dtypes."""
+        return narrowed(entry) if entry and all(tensor.dim() for tensor in entry.values()) else "it holds no text"
 
     def make(self, items: Sequence[str]) -> list[Entry]:
         """The entries of some captions."""

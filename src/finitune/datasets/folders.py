@@ -16,6 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
+from PIL.Image import Image
+
 from finitune.config.datasets import ResolvedDataset, ResolvedSubset
 from finitune.datasets.beside import caption_files, mask_files
 from finitune.datasets.captions_read import CaptionText, read_caption
@@ -23,7 +25,7 @@ from finitune.datasets.items import Example, seed_of
 from finitune.datasets.layout import no_pictures, not_entered
 from finitune.datasets.listing import Listing, labels_of, listing_of, names_of
 from finitune.datasets.metadata_read import named_pictures
-from finitune.datasets.pictures import Header, header, read_picture
+from finitune.datasets.pictures import Header, header, look_at
 from finitune.datasets.telling import bounded, counted, several
 from finitune.errors import FileError, FinituneError
 from finitune.progress import Progress
@@ -31,16 +33,22 @@ from finitune.report import Finding, Level, Table
 
 T = TypeVar("T")
 
+Look = Callable[[Path, Image, tuple[str, ...]], None]
+
 MASK_TOLERANCE = 0.02
 DECODERS = 4
 
 
 @dataclass(frozen=True)
 class Scan:
-    """The examples of each data set, in the order of its subsets and then of names; and all that was found."""
+    """The examples of each data set, in the order of its subsets and then of names; and all that was found.
+
+    `captions` are the files that captions were read from, by picture.
+    """
 
     examples: tuple[tuple[Example, ...], ...] = ()
     findings: tuple[Finding, ...] = ()
+    captions: Mapping[Path, Path] = field(default_factory=dict)
 
     @property
     def figures(self) -> dict[str, object]:
@@ -116,7 +124,8 @@ def scan(datasets: Sequence[ResolvedDataset], progress: Progress) -> Scan:
         examples.append(tuple(matched))
         reader.findings += [*about_repeats, *_used_twice(dataset), *_identical(found)]
     progress.finish("pictures")
-    return Scan(tuple(examples), tuple(bounded(reader.findings)))
+    captions = {path: file for content in every for path, file in content.captions.items() if isinstance(file, Path)}
+    return Scan(tuple(examples), tuple(bounded(reader.findings)), captions)
 
 
 def content_of(subset: ResolvedSubset) -> Content:
@@ -210,15 +219,26 @@ def matched_repeats(wanted: int, repeats: Sequence[int]) -> list[int]:
     return [own + rounds + (place < rest) for place, own in enumerate(matched)]
 
 
-def verify_pictures(examples: Iterable[Example], progress: Progress, workers: int | None = None) -> list[Finding]:
-    """Findings of decoding every picture and mask completely: an error for each bad file, notes by kind and number."""
+def verify_pictures(
+    examples: Iterable[Example],
+    progress: Progress,
+    workers: int | None = None,
+    look: Look | None = None,
+) -> list[Finding]:
+    """Findings of decoding every picture and mask completely: an error for each bad file, notes by kind and number.
+
+    `look` is shown each decoded picture with its notes, from any of the threads.
+    """
     jobs = {(one.path, one.subset.background): one.name for one in examples}
     jobs |= {(one.mask, "white"): f"mask of {one.name}" for one in examples if one.mask is not None}
     progress.start("decoding", len(jobs))
 
     def decode(job: tuple[Path, str]) -> tuple[str, ...] | FinituneError:
         try:
-            return read_picture(*job).notes
+            picture, notes = look_at(*job)
+            if look is not None:
+                look(job[0], picture, notes)
+            return notes
         except FinituneError as error:
             return error
         finally:

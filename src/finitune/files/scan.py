@@ -38,15 +38,20 @@ class Range:
         return math.nan if math.isnan(self.low) or math.isnan(self.high) else max(-self.low, self.high)
 
 
-def scan(file: TensorFile, done: Callable[[int], None] | None = None) -> dict[str, Range]:
+Look = Callable[[str, Tensor], None]
+"""Is shown each piece of a tensor by name, flat, in the file's dtype, in its order; the piece is gone afterwards."""
+
+
+def scan(file: TensorFile, done: Callable[[int], None] | None = None, look: Look | None = None) -> dict[str, Range]:
     """The range of every floating tensor that is not empty, by name; `done` is told of the bytes as they pass.
 
-    Raises FileError where the file has shrunk since its header was read.
+    `look` sees the same bytes: those of one tensor in their order, of several tensors at once. Raises FileError where
+    the file has shrunk since its header was read.
     """
     floating = [(name, e) for name, e in file.entries.items() if e.torch_dtype.is_floating_point and e.size_bytes]
     order = sorted(floating, key=lambda item: -item[1].size_bytes)  # large ones first: no thread is left with one
     with ThreadPoolExecutor(THREADS) as pool:
-        results = pool.map(lambda item: _range(item[1], done), order)
+        results = pool.map(lambda item: _range(item[0], item[1], done, look), order)
         found = {name: low_high for (name, _), low_high in zip(order, results, strict=True)}
     return {name: _with_counts(file, name, *found[name]) for name, _ in floating}
 
@@ -70,12 +75,14 @@ def first_nonfinite(tensor: Tensor) -> tuple[int, ...]:
     return tuple(int(n) for n in torch.unravel_index(first, tensor.shape)) if tensor.ndim else ()
 
 
-def _range(entry: TensorEntry, done: Callable[[int], None] | None) -> tuple[float, float]:
+def _range(name: str, entry: TensorEntry, done: Callable[[int], None] | None, look: Look | None) -> tuple[float, float]:
     """(least, largest) of one tensor."""
     low, high = math.inf, -math.inf
     for piece in _pieces(entry):
         least, largest = (float(extreme) for extreme in torch.aminmax(_comparable(piece)))
         low, high = _least(low, least), -_least(-high, -largest)
+        if look is not None:
+            look(name, piece)
         if done is not None:
             done(piece.numel() * piece.element_size())
     return low, high

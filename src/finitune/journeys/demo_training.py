@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finitune.errors import FileError
-from finitune.journeys import check, generate, merge
+from finitune.journeys import check, merge
+from finitune.journeys.adapters import NamedAdapter, put_on
+from finitune.journeys.model import ModelChoice, load_model
 from finitune.journeys.train import events_of
 from finitune.report import Level, Report
 
@@ -75,23 +77,30 @@ def learn(out: Path, steps: int, report: Report, progress: Progress) -> Lesson:
             progress.advance(STAGE)
     progress.finish(STAGE)
     adapter = Path(training.artifacts["kohya"])
-    pictures = {
-        name: drawn(out / f"{name}.png", worn, progress) for name, worn in (("plain", ()), ("worn", (adapter,)))
-    }
+    without, worn = drawn(out, adapter, report, progress)
     merged = merge.run(merge.Request(model="pico-anima", adapters=(str(adapter),), out=out / "merged"))
-    checked = check.run(check.Request(file=adapter, model="pico-anima"))
-    for told in (training, *(report for report, _ in pictures.values()), merged, checked):
+    checked = check.run(check.Request(paths=(adapter,), model="pico-anima"))
+    for told in (training, merged, checked):
         report.findings.extend(finding for finding in told.findings if finding.level is Level.ERROR)
-    report.artifacts.update(adapter=str(adapter), merged=str(out / "merged"), plain=str(pictures["plain"][1]))
-    report.artifacts["worn"] = str(pictures["worn"][1])
+    report.artifacts.update(adapter=str(adapter), merged=str(out / "merged"), plain=str(without), worn=str(worn))
     loads = training.figures["verified"]["kohya"]["loads"]  # type: ignore[index]
-    return Lesson(PROMPT, history, adapter, out / "merged", pictures["plain"][1], pictures["worn"][1], loads)
+    return Lesson(PROMPT, history, adapter, out / "merged", without, worn, loads)
 
 
-def drawn(path: Path, adapters: tuple[Path, ...], progress: Progress) -> tuple[Report, Path]:
-    """The prompt as a picture, in planned half, with the adapters."""
-    request = generate.Request(
-        model="pico-anima", prompt=PROMPT, precision="planned-half", out=path, adapter=tuple(map(str, adapters))
-    )
-    report = generate.run(request, progress)
-    return report, Path(report.artifacts.get("picture", path))
+def drawn(out: Path, adapter: Path, report: Report, progress: Progress) -> tuple[Path, Path]:
+    """The prompt as two pictures, without the adapter file and with it on; in current half, which needs no plan."""
+    from finitune.files.writer import write_bytes
+    from finitune.generation.draw import draw
+    from finitune.generation.picture import png_bytes
+    from finitune.generation.precisions import in_precision
+    from finitune.generation.settings import Settings
+
+    parts = load_model(ModelChoice(model="pico-anima"))
+    paths = out / "plain.png", out / "worn.png"
+    for path in paths:
+        if path == paths[1]:
+            put_on(parts, [NamedAdapter(adapter)], merge_first=False, report=Report("generate"))
+        with in_precision(parts, "current-half") as running:
+            drawing = draw(running, [Settings(prompt=PROMPT)], progress)
+        write_bytes(path, png_bytes(drawing.pixels[0]))
+    return paths

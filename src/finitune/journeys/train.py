@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finitune.errors import FinituneError, UsageError
-from finitune.journeys.training import Stopped, prepared
+from finitune.device import processes
+from finitune.errors import FileError, FinituneError, UsageError
+from finitune.journeys.training import Stopped, prepared, stop_on_errors
 from finitune.progress import Progress, Silent
-from finitune.report import Level, Report
+from finitune.report import Finding, Level, Report
 
 if TYPE_CHECKING:
     from finitune.config.read import Loaded
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from finitune.training.run import Progressing, Run
 
 STAGE = "training"
+ECHO_SECONDS = 2.0
+"""torchrun sends its processes once more what the terminal has sent to all: that is no second wish."""
 EFFECTIVE = "config.toml"
 PAGE = "report.html"
 SITES = "sites"
@@ -70,6 +74,13 @@ def write_commented(request: Request, report: Report) -> Report:
     from finitune.files.writer import write_text
 
     path = request.out or Path("train.toml")
+    if request.config or request.source:
+        raise UsageError(
+            "--init writes a new configuration, and reads none",
+            code="CONFIG-NOT-NAMED",
+            subject="--init",
+            remedy=f"finitune train --init --out {request.config or path}",
+        )
     if path.exists():
         raise UsageError(
             f"{path} is there already",
@@ -84,19 +95,12 @@ def write_commented(request: Request, report: Report) -> Report:
 
 def configured(request: Request, report: Report) -> TrainConfig:
     """The configuration of a request; what became of another program's keys is in the report's tables."""
-    loaded = loaded_for(request)
+    loaded = loaded_for(request, report)
     report.findings.extend(loaded.findings)
-    if loaded.imported:
-        report.tables.append(loaded.imported.table())
-        report.figures["keys"] = loaded.imported.table().as_dicts()
-        report.findings.extend(loaded.imported.findings)
-    config = loaded.config
-    if request.resume:
-        config = config.model_copy(update={"saving": config.saving.model_copy(update={"resume": "auto"})})
-    return config
+    return into(loaded.config, resume="auto") if request.resume else loaded.config
 
 
-def loaded_for(request: Request) -> Loaded:
+def loaded_for(request: Request, report: Report) -> Loaded:
     """The configuration file, or the imported one; raises UsageError where neither or both are named."""
     from finitune.config.read import read_config
 
@@ -108,27 +112,42 @@ def loaded_for(request: Request) -> Loaded:
             remedy="finitune train CONFIG.toml, or finitune train --from FILE; finitune train --init writes a new one.",
         )
     if request.config is None:
-        return foreign(request.source or "", request.out)
+        return foreign(request.source or "", request.out, report)
     try:
-        return read_config(request.config)
+        loaded = read_config(request.config)
     except UsageError as error:
         if error.code != "CONFIG-FOREIGN":
             raise
-        return foreign(str(request.config), request.out)
+        return foreign(str(request.config), request.out, report)
+    return loaded if request.out is None else replace(loaded, config=into(loaded.config, output_dir=request.out))
 
 
-def foreign(source: str, out: Path | None) -> Loaded:
-    """Another program's configuration in our terms; `out` is the run's folder where it names none, or another."""
-    from finitune.config.importers.recognise import read_foreign
+def into(config: TrainConfig, **saving: object) -> TrainConfig:
+    """The same configuration with other options of [saving]."""
+    return config.model_copy(update={"saving": config.saving.model_copy(update=saving)})
+
+
+def foreign(source: str, out: Path | None, report: Report) -> Loaded:
+    """Another program's configuration in our terms; `out` is the run's folder where it names none, or another.
+
+    The account of its keys is in the report, whatever comes of it. Raises Stopped where the account has errors.
+    """
+    from finitune.config.importers.recognise import is_file, read_foreign
     from finitune.config.read import Loaded, validate
 
     imported = read_foreign(source)
+    report.tables.append(imported.table())
+    report.figures.update(program=imported.program, keys=imported.table().as_dicts())
+    report.findings.extend(imported.findings)
+    stop_on_errors(report)
     document = dict(imported.document)
     if out is not None:
         saving = document.get("saving")
         document["saving"] = {**(saving if isinstance(saving, dict) else {}), "output_dir": str(out)}
-    config, findings = validate(document, f"{source[:60]} ({imported.program})")
-    return Loaded(config, findings, imported, Path(source))
+    path = Path(source)
+    beside = path.parent if is_file(path) else None
+    config, findings = validate(document, source[:60] if beside is None else source, beside=beside)
+    return Loaded(config, findings, imported, path)
 
 
 @contextmanager
@@ -137,15 +156,18 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
 
     Only the main thread of a program can hear it.
     """
-    wished: list[int] = []
+    wished: list[float] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
     before = signal.getsignal(signal.SIGINT)
 
     def hear(number: int, _frame: object) -> None:
-        wished.append(number)
-        signal.signal(signal.SIGINT, before)
+        now = time.monotonic()
+        if wished and not (processes.count() > 1 and now - wished[0] < ECHO_SECONDS):
+            signal.signal(signal.SIGINT, before)
+            signal.raise_signal(number)
+        wished.append(now)
 
     signal.signal(signal.SIGINT, hear)
     try:
@@ -170,9 +192,9 @@ def events_of(
     request = request or Request()
     history = History()
     with prepared(config, report, progress, explain=request.explain, stop=stop) as ready:
-        write_effective(config, ready, report)
         progressing = Progressing.fresh(ready.run)
         resume(config, ready.run, progressing, report)
+        write_effective(config, ready, report)  # a run that is refused leaves that of the run before
         board = board_of(config, ready.run)
         try:
             for event in run_events(config, ready.run, progressing, report, dry=request.dry_run):
@@ -201,7 +223,7 @@ def run_events(
 
     for event in measured(run, progressing.step):
         if isinstance(event, events.Measured):
-            report.findings.append(fit(event, config.training.train_batch_size))
+            report.findings.append(fit(event, event.batch))
         yield event
     if not dry:
         yield from Trainer(run, progressing).events()
@@ -232,6 +254,8 @@ def resume(config: TrainConfig, run: Run, progressing: Progressing, report: Repo
     path: Path | None = saving.resume if isinstance(saving.resume, Path) else None
     if path is None:
         path, findings = last_state(run.folder.path, saving.output_name)
+        if path is None and findings:
+            raise none_whole(findings[0])
         report.findings.extend(findings)
     if path is None:
         report.add(Level.NOTE, "NOTHING-TO-RESUME", str(run.folder.path), "no state is here; the run begins anew")
@@ -240,15 +264,34 @@ def resume(config: TrainConfig, run: Run, progressing: Progressing, report: Repo
     report.findings.extend(findings)
     progressing.load(run, state)
     report.add(Level.NOTE, "RESUMED", str(path), f"the run goes on at step {state.step}")
+    if state.step >= run.total_steps:
+        message = f"the run was over: {run.total_steps} steps are asked for, and {state.step} are done"
+        remedy = "To train on, raise max_train_steps or max_train_epochs."
+        report.add(Level.WARNING, "RUN-WAS-OVER", str(path), message, remedy=remedy, step=state.step)
+
+
+def none_whole(damaged: Finding) -> FileError:
+    """The error where states are here and none can be gone on from: a new run would write over what they belong to."""
+    return FileError(
+        f"no state here is whole: {damaged.message}",
+        code=damaged.code,
+        subject=damaged.subject,
+        remedy="Begin from the adapter file beside it: network_weights. To begin anew, delete it, or resume = 'never'.",
+    )
 
 
 def board_of(config: TrainConfig, run: Run) -> Board | None:
     """TensorBoard's writer, where it is asked for, of the main process."""
     from finitune.training.board import Board
+    from finitune.training.staged import not_written
 
     if config.logging.log_with == "none" or not run.ranks.main:
         return None
-    return Board(config.logging.logging_dir or run.folder.path / "logs")
+    folder = config.logging.logging_dir or run.folder.path / "logs"
+    try:
+        return Board(folder)
+    except OSError as error:
+        raise not_written(folder, error) from error
 
 
 def leave(config: TrainConfig, ready: Prepared, history: History, report: Report, page: Page | None) -> None:

@@ -141,31 +141,48 @@ class Preview:
         return tuple(paths)
 
 
+PROMPT_FLAGS = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "l": "cfg"}
+"""kohya's flags behind a prompt, and what they set."""
+
+
 def preview_pictures(settings: PreviewSection, default_size: str) -> tuple[Settings, ...]:
     """The pictures that previews draw, from the prompts of a configuration or of a file with kohya's flags.
 
-    Raises UsageError (PROMPTS-MISSING) for a file that is not there.
+    Raises UsageError: PROMPTS-MISSING for a file that is not there or has no prompt, PROMPT-FLAG, and what `Settings`
+    raises; FileError for a file that is no text.
     """
     prompts = settings.sample_prompts
     if isinstance(prompts, Path):
-        if not prompts.exists():
-            raise UsageError(
-                f"sample_prompts: there is no {prompts}",
-                code="PROMPTS-MISSING",
-                subject="preview.sample_prompts",
-                remedy="Name a text file with one prompt a line, or list the prompts themselves.",
-            )
-        lines = prompts.read_text(encoding="utf-8-sig").splitlines()
-        prompts = tuple(line for line in map(str.strip, lines) if line and not line.startswith("#"))
+        prompts = prompts_in(prompts)
     size = settings.sample_size or default_size
     return tuple(preview_picture(line, settings, place, size) for place, line in enumerate(prompts))
+
+
+def prompts_in(path: Path) -> tuple[str, ...]:
+    """The prompts in a text file, one a line; lines that begin with # are none."""
+    from finitune.files.sniff import read_text
+
+    remedy = "Name a text file with one prompt a line, or list the prompts themselves."
+    option = "preview.sample_prompts"
+    if not path.exists():
+        message = f"sample_prompts: there is no {path}"
+        raise UsageError(message, code="PROMPTS-MISSING", subject=option, remedy=remedy)
+    lines = [line.strip() for line in read_text(path).splitlines()]
+    prompts = tuple(line for line in lines if line and not line.startswith("#"))
+    if not prompts:
+        message = f"sample_prompts: {path} holds no prompt"
+        raise UsageError(message, code="PROMPTS-MISSING", subject=option, remedy=remedy)
+    return prompts
 
 
 def preview_picture(line: str, settings: PreviewSection, place: int, size: str) -> Settings:
     """One prompt with kohya's flags behind it: --n negative --w --h --d seed --s steps --l guidance."""
     from finitune.generation.settings import Settings, parse_size
 
-    width, height = parse_size(size)
+    try:
+        width, height = parse_size(size)
+    except UsageError as error:
+        raise as_option(error, "preview.sample_size") from error
     values: dict[str, Any] = {
         "negative": "",
         "steps": settings.sample_steps,
@@ -174,17 +191,34 @@ def preview_picture(line: str, settings: PreviewSection, place: int, size: str) 
         "width": width,
         "height": height,
     }
-    names = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "l": "cfg"}
     prompt, *flags = f" {line}".split(" --")
     for flag in flags:
-        name, _, text = flag.strip().partition(" ")
-        if name not in names:
-            raise UsageError(
-                f"sample_prompts: --{name} is no flag of a prompt",
-                code="PROMPT-FLAG",
-                subject=line[:60],
-                remedy=f"These are: {', '.join(f'--{flag}' for flag in names)}.",
-            )
-        kind = type(values[names[name]])
-        values[names[name]] = kind(text.strip())
-    return Settings(prompt=prompt.strip(), **values)
+        values.update([flagged(line, flag, values)])
+    try:
+        return Settings(prompt=prompt.strip(), **values)
+    except UsageError as error:
+        raise as_option(error, f"preview.sample_prompts: {line[:60]}") from error
+
+
+def flagged(line: str, flag: str, values: Mapping[str, Any]) -> tuple[str, Any]:
+    """The setting that a flag behind a prompt stands for, with its value; raises UsageError (PROMPT-FLAG)."""
+    name, _, text = flag.strip().partition(" ")
+    setting = PROMPT_FLAGS.get(name)
+    if setting is None:
+        what, remedy = "is no flag of a prompt", f"These are: {', '.join(f'--{flag}' for flag in PROMPT_FLAGS)}."
+    else:
+        kind = type(values[setting])
+        try:
+            return setting, kind(text.strip())
+        except ValueError:
+            what = f"wants a {'whole ' if kind is int else ''}number, and has {text.strip()!r}"
+            remedy = f"Write --{name} {values[setting]}."
+    where = f"preview.sample_prompts: {line[:60]}"
+    raise UsageError(f"sample_prompts: --{name} {what}", code="PROMPT-FLAG", subject=where, remedy=remedy)
+
+
+def as_option(error: UsageError, option: str) -> UsageError:
+    """An error about a flag of the command line, of an option in a file."""
+    message = f"{option}: {error.message.removeprefix(f'{error.subject}: ')}"
+    remedy = error.remedy.replace("--size ", "").replace("--seed ", "--d ").replace("--prompt ", "")
+    return UsageError(message, code=error.code, subject=option, evidence=error.evidence, remedy=remedy)

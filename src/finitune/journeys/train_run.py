@@ -215,7 +215,8 @@ def manifest_of(config: TrainConfig, outside: Outside, optimizer: Trained) -> Ma
     from finitune.datasets.items import seed_of
     from finitune.training.manifest import Manifest
 
-    dumped = config.model_dump(mode="json", exclude={"general", "datasets"})
+    apart = {"general": True, "datasets": True, "saving": {"resume"}}  # how a run is gone on with is no part of it
+    dumped = config.model_dump(mode="json", exclude=apart)
     examples = outside.shelf.course.examples
     data = [(one.name, one.caption, one.repeats, one.size, one.path.stat().st_size) for one in examples]
     return Manifest(
@@ -239,9 +240,10 @@ def measured(run: Run, step: int) -> Iterator[Event]:
     from finitune.training.measure import measure
 
     micros = [micro for one in run.course.epoch(0) for micro in one.micro_batches]
-    largest = max(micros, key=lambda micro: micro.bucket[0] * micro.bucket[1] * len(micro))
-    loaded = run.load(largest)
-    batches = [loaded] * run.config.training.gradient_accumulation_steps if loaded else []
+    micros.sort(key=lambda micro: micro.bucket[0] * micro.bucket[1] * len(micro), reverse=True)
+    loaded = (run.load(micro) for micro in micros)
+    largest = next(batch for batch in loaded if batch)  # of the others every picture is left out
+    batches = [largest] * run.config.training.gradient_accumulation_steps
     draw, paths, failed = run.hooks.preview, [], []
 
     def preview() -> None:

@@ -12,7 +12,8 @@ from finitune.config.conflicts_run import previews_wanted
 from finitune.config.datasets import flattened
 from finitune.config.schema import TrainConfig
 from finitune.errors import UsageError
-from finitune.journeys.model import ModelChoice, choose_device, default_size, display_name, load_model
+from finitune.journeys.model import ModelChoice, default_size, display_name, load_model
+from finitune.journeys.train_checks import device_of, held, look_at_options, model_at_fault
 from finitune.journeys.train_files import Exporter, Preview, preview_pictures
 from finitune.journeys.train_run import Outside, course_of, encoders_of, run_of, shelf_of
 from finitune.progress import Progress, Silent
@@ -82,6 +83,8 @@ def look_at_data(config: TrainConfig, report: Report, progress: Progress) -> Dat
     from finitune.datasets.folders import scan, split, summary, verify_pictures
 
     report.findings.extend(conflicts(config))
+    stop_on_errors(report)
+    report.findings.extend(look_at_options(config))
     stop_on_errors(report)
     pictures = preview_pictures(config.preview, default_size(choice_of(config)))
     datasets = flattened(config)
@@ -170,16 +173,19 @@ def plan_of(config: TrainConfig, parts: AnimaParts, precision: str, report: Repo
 
 @contextmanager
 def learning(
-    parts: AnimaParts, config: TrainConfig, choice: Choice, precision: str, plan: PrecisionPlan | None
+    parts: AnimaParts,
+    config: TrainConfig,
+    adapters: dict[str, dict[str, SiteAdapter]],
+    precision: str,
+    plan: PrecisionPlan | None,
 ) -> Iterator[Learner]:
-    """The model with fresh adapters, or those to start from, computing in its precision; as it was at the end."""
+    """The model with adapters by component, computing in its precision; as it was at the end."""
     from finitune.models.anima.encode import AnimaDenoiser
     from finitune.precision.plan import ComponentPlan
     from finitune.training import arithmetic
     from finitune.training.learner import Learner, attached_to
 
     components = ("text_encoder", "text_conditioner", "transformer")
-    adapters = starting_adapters(parts, config, choice)
     with ExitStack() as stack:
         precisions: dict[str, arithmetic.InPrecision] = {}
         for name in components:
@@ -209,7 +215,7 @@ def settle(transformer: nn.Module, config: TrainConfig, precision: str) -> None:
     if storage != "auto" and arithmetic.STORAGE[storage] != arithmetic.COMPUTE[precision]:
         arithmetic.store_narrow(transformer, storage, arithmetic.COMPUTE[precision])
     if config.training.offload_blocks:
-        arithmetic.offload(transformer, torch.device(choose_device(config.model.device)))
+        arithmetic.offload(transformer, torch.device(device_of(config)))
     if config.training.torch_compile:
         arithmetic.compile_blocks(transformer)
 
@@ -247,14 +253,15 @@ def prepared(
     from finitune.training.sites import choose_sites
 
     with ExitStack() as stack:
-        ranks = stack.enter_context(Ranks.joined(choose_device(config.model.device)))
+        ranks = stack.enter_context(Ranks.joined(device_of(config)))
         progress = progress if progress and ranks.main else Silent()
         data = look_at_data(config, report, progress)
         folder = RunFolder(config.saving.output_dir)
         if ranks.main and not explain:
-            stack.enter_context(folder)
+            stack.enter_context(held(folder))
         choice = replace(choice_of(config), device=str(ranks.device))
-        parts = load_model(choice)
+        with model_at_fault(choice):
+            parts = load_model(choice)
         report.findings.extend(parts.notes)
         sites = choose_sites(roots_of(parts, config), ANIMA, config.network)
         report.findings.extend(sites.findings)
@@ -267,15 +274,16 @@ def prepared(
             raise Stopped
         plan = plan_of(config, parts, precision, report)
         encoders = encoders_of(config, parts)
-        shelf, held = (
+        adapters = starting_adapters(parts, config, sites)
+        shelf, kept = (
             placed and shelf_of(config, encoders, course_of(config, placed, ranks.world), ranks, report, progress)
             for placed in (data.learned, data.kept_out)
         )
         assert shelf is not None  # look_at_data has found pictures
-        learner = stack.enter_context(learning(parts, config, sites, precision, plan))
+        learner = stack.enter_context(learning(parts, config, adapters, precision, plan))
         exporter = Exporter(config, parts.fingerprint, display_name(choice))
         wanted = data.pictures if previews_wanted(config) else ()
         preview = Preview(parts, learner, wanted, folder.path / "previews") if wanted else None
         hooks = Hooks(exporter, preview, stop)
-        run = run_of(config, Outside(learner, sites, shelf, held, folder, ranks, hooks))
+        run = run_of(config, Outside(learner, sites, shelf, kept, folder, ranks, hooks))
         yield Prepared(run, data, sites, exporter, precision)

@@ -20,10 +20,14 @@ def verdict(report: Report) -> tuple[str, str]:
     return ("FAILED" if report.exit_code == 1 else "REFUSED"), f"{report.verb}: {found}"
 
 
+VERDICT = "VERDICT"
+"""The code of the finding that answers the question as a whole."""
+
+
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Errors first, then warnings, then notes; within a level as they were found."""
+    """The verdict first, if there is one; then errors, warnings and notes; within a level as they were found."""
     levels = list(Level)
-    return sorted(findings, key=lambda finding: levels.index(finding.level))
+    return sorted(findings, key=lambda finding: (finding.code != VERDICT, levels.index(finding.level)))
 
 
 def spelled(value: object) -> str:

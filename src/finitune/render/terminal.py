@@ -36,6 +36,9 @@ def show(report: Report, console: Console) -> None:
         *(_table(table) for table in report.tables),
         *([_pairs("Files", report.artifacts)] if report.artifacts else []),
     ]
+    errors = [finding.code for finding in report.findings if finding.level is Level.ERROR]
+    if errors:
+        sections.append(Text(f"More about a code: finitune explain {printable(errors[0])}", style="dim"))
     for section in sections:
         console.print()
         console.print(section)

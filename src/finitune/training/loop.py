@@ -122,11 +122,11 @@ class Trainer:
         verdict = now.guard.judge(evidence)
         rate = run.rate_of(step)
         if verdict.action is Action.OK:
+            if step % run.config.guard.snapshot_every == 0 and first_nonfinite(self.named.items()) is None:
+                self.snapshot = self.take_snapshot()  # before the update: what has just been finite all the way
             self.update(gradient, rate)
         now.meter.add(gradient.loss)
         now.step = step + 1
-        if now.step % run.config.guard.snapshot_every == 0 and first_nonfinite(self.named.items()) is None:
-            self.snapshot = self.take_snapshot()
         yield self.stepped(gradient, rate, verdict, time.perf_counter() - begin)
         yield from self.told(gradient, evidence, verdict, step)
         if verdict.action is Action.ROLLBACK:
@@ -162,7 +162,7 @@ class Trainer:
         return first_nonfinite(("", tensor) for tensor in (*tensors, *self.named.values())) is None
 
     def leave_the_plan(self, step: int) -> Generator[events.Event, None, bool]:
-        """Measure every scale from now on, where a plan's constants were exceeded, and say so; returns whether it was."""
+        """Measure every scale from now on, where a plan's constants were exceeded, and say so; whether any was."""
         sites = self.run.learner.give_up_plans()
         self.now.planned = False
         if sites:

@@ -12,6 +12,7 @@ from finitune.datasets.items import Batch
 from finitune.report import Finding, Level
 from finitune.training.events import Measured
 from finitune.training.optimizers import Trained
+from finitune.training.state import random_states, restore_random_states
 from finitune.training.step import Differentiator
 
 MARGIN = 0.92
@@ -66,10 +67,10 @@ def measure(
     preview: Callable[[], object] | None,
 ) -> Measured:
     """A step on `batches` and a save, timed; then, with the adapter's numbers put back, a preview. The optimiser is
-    thrown away.
+    thrown away, and the generators go on as if nothing had been drawn.
     """
     learner, memory = differentiator.learner, Memory(differentiator.ranks.device)
-    before = learner.tensors()
+    before, chance = learner.tensors(), random_states()
     memory.reset()
     try:
         optimizer = make_optimizer()
@@ -82,6 +83,7 @@ def measure(
     learner.train(False)
     learner.strength(1.0)
     previewing = timed(preview) if preview else None
+    restore_random_states(chance)
     largest = max(batches, key=lambda batch: batch.latents.numel())
     height, width = (8 * side for side in largest.latents.shape[-2:])
     return Measured(

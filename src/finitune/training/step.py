@@ -105,7 +105,8 @@ class Differentiator:
         self.learner.train(True)
         torch.manual_seed(seed_of(self.seed, step, attempt, batch.places[0], "dropout"))
         losses = self.losses(batch, step, attempt)
-        losses.sum().backward()
+        if losses.requires_grad:  # not where module_dropout has left every adapter out
+            losses.sum().backward()
         return losses.detach().cpu()
 
     def losses(self, batch: Batch, step: int, attempt: int = 0) -> Tensor:

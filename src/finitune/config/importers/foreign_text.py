@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finitune.config.importers.bounds import nested, too_many
 from finitune.config.text import decoded, parsed
 from finitune.errors import UsageError
 from finitune.report import Finding, Level
@@ -37,6 +38,8 @@ def read_text(path: Path) -> Text:
 
 def understood(text: str, path: Path) -> Text:
     """The language of a text, by its first mark and its lines; raises UsageError (CONFIG-SYNTAX) where it breaks it."""
+    if nested(text):
+        raise syntax(path, "a configuration", "it is nested too deeply", 1, 1)
     if JSON.match(text):
         return Text("JSON", from_json(text, path))
     if line := command_line(text):
@@ -71,6 +74,8 @@ def from_yaml(text: str, path: Path) -> Any:
     import yaml
 
     try:
+        if too_many(yaml.compose(text, Loader=yaml.SafeLoader)):
+            raise syntax(path, "YAML", "its aliases stand for more values than can be meant", 1, 1)
         return without_dates(yaml.safe_load(text))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

@@ -278,7 +278,7 @@ def families(flat: Mapping[str, Any], family: str) -> Iterator[str]:
 
 def folder_of(name: str, source: Path) -> Path:
     """A folder from where the command runs, or beside the file that names it."""
-    here, beside = Path(name), source.parent / name
+    here, beside = Path(name).expanduser() if name.startswith("~/") else Path(name), source.parent / name
     return beside if beside.is_dir() and not here.is_dir() else here
 
 

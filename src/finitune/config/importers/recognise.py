@@ -33,6 +33,7 @@ from finitune.config.importers.program_marks import (
 from finitune.errors import FileError, UsageError
 
 ENOUGH = 2
+LONGEST_NAME = 200
 
 
 def recognise(document: Any) -> str:
@@ -115,10 +116,13 @@ def is_file(path: Path) -> bool:
 
 def missing(source: str) -> FileError:
     """The error for what is neither a file nor a command line."""
+    is_there = len(source) < LONGEST_NAME and Path(source).is_dir() and source
+    what = "it is a folder, not a file" if is_there else "there is no such file, and it is no command line"
+    shown = source if len(source) < LONGEST_NAME else f"{source[:LONGEST_NAME]}..."
     return FileError(
-        f"{source}: there is no such file, and it is no command line",
+        f"{shown or '(nothing)'}: {what}",
         code="CONFIG-NO-FILE",
-        subject=source,
+        subject=shown or "--from",
         evidence={"source": source},
         remedy="Give the path of a configuration, or the command line with its --flags in quotes.",
     )

@@ -1,0 +1,192 @@
+"""What `finitune check` says of a model: what its header tells, and what one pass over all of its numbers does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finitune.journeys.adapters import open_model
+from finitune.journeys.checks import Request, dtypes_of, tell_names
+from finitune.progress import Progress
+from finitune.report import Level, Report, Table
+
+if TYPE_CHECKING:
+    from finitune.files.halving import Loss
+    from finitune.files.scan import Range
+    from finitune.merging.bases import Base, Key
+
+LOUDEST = 5
+"""How many tensors of a model are shown, the largest first."""
+NAMED = 5
+NOTICED = 2.0**-9
+"""A change of a whole tensor that is as large as bf16's own rounding: |fp16(W) - W| / |W|."""
+
+
+def check_model(path: Path, request: Request, report: Report, progress: Progress) -> None:
+    """Everything about a model's file, index or folder; raises FileError, ModelError."""
+    from finitune.files.halving import Halving
+    from finitune.files.scan import scan
+    from finitune.journeys.model_facts import tell_header
+
+    opened = open_model(path)
+    tell_names(opened.files.values(), report)
+    report.figures.update(model_figures(opened))
+    tell_header(opened, report)
+    ranges: dict[str, Range] = {}
+    losses: dict[str, Loss] = {}
+    progress.start("reading", sum(file.size_bytes for file in opened.files.values()) >> 20)
+    for component, file in opened.files.items():
+        prefix, halving = f"{component}." if component else "", Halving()
+        found = scan(file, Megabytes(progress), halving)
+        ranges |= {prefix + name: one for name, one in found.items()}
+        losses |= {prefix + name: one for name, one in halving.losses.items()}
+    progress.finish("reading")
+    tell_ranges(ranges, report)
+    tell_constant(ranges, opened, report)
+    tell_losses(losses, ranges, opened, report)
+
+
+def model_figures(opened: Base) -> dict[str, object]:
+    """What the model is, as named figures."""
+    files = opened.files.values()
+    dtypes: dict[str, int] = {}
+    size: dict[str, int] = {}
+    for file in files:
+        for name, count in dtypes_of(file).items():
+            dtypes[name] = dtypes.get(name, 0) + count
+        for entry in file.entries.values():
+            size[entry.dtype] = size.get(entry.dtype, 0) + entry.size_bytes
+    total = sum(size.values())
+    return {
+        "kind": "model",
+        "family": None if opened.family is None else opened.family.name,
+        "tensors": sum(len(file) for file in files),
+        "numbers": sum(math.prod(entry.shape) for file in files for entry in file.entries.values()),
+        "bytes": total,
+        "dtypes": dtypes,
+        "dtype_shares": {name: round(count / total, 4) for name, count in size.items()} if total else {},
+    }
+
+
+class Megabytes:
+    """Turns bytes, as they pass, into steps of a progress bar."""
+
+    def __init__(self, progress: Progress):
+        self.progress = progress
+        self.rest = 0
+
+    def __call__(self, count: int) -> None:
+        whole, self.rest = divmod(self.rest + count, 1 << 20)
+        if whole:
+            self.progress.advance("reading", whole)
+
+
+def tell_ranges(ranges: Mapping[str, Range], report: Report) -> None:
+    """An error for every tensor that is not finite, a warning for what fp16 cannot hold; the loudest tensors."""
+    from finitune.numerics.formats import HALF
+
+    broken = {name: found for name, found in ranges.items() if found.nonfinite}
+    for name, found in broken.items():
+        count = found.nonfinite
+        assert count is not None
+        report.add(
+            Level.ERROR,
+            "MODEL-NONFINITE",
+            name,
+            f"{count.nan} NaN and {count.inf} infinite of {count.size} elements",
+            remedy="The file is damaged, or was saved after a run that went wrong: get it again.",
+            nan=count.nan,
+            inf=count.inf,
+            first=list(found.first),
+        )
+    loudest = sorted((n for n in ranges if n not in broken), key=lambda name: -ranges[name].amax)
+    over = [name for name in loudest if ranges[name].amax >= HALF.overflow_at]
+    if over:
+        report.add(
+            Level.WARNING,
+            "WEIGHTS-BEYOND-FP16",
+            over[0],
+            f"{len(over)} tensors hold weights that fp16 cannot; a plain cast makes them infinite",
+            remedy="A precision plan stores them with a power of two: finitune plan MODEL",
+            amax=ranges[over[0]].amax,
+            tensors=over[:NAMED],
+        )
+    report.figures.update(
+        nonfinite_tensors=len(broken),
+        tensors_beyond_fp16=len(over),
+        zero_tensors=sum(found.low == found.high == 0 for found in ranges.values()),
+        amax=ranges[loudest[0]].amax if loudest else math.nan,
+    )
+    rows = tuple((n, f"{ranges[n].low:.6g}", f"{ranges[n].high:.6g}") for n in loudest[:LOUDEST])
+    report.tables.append(Table("the loudest tensors", ("tensor", "least", "largest"), rows))
+
+
+def tell_constant(ranges: Mapping[str, Range], opened: Base, report: Report) -> None:
+    """A warning for weight matrices that hold one number throughout, a note where it is zero."""
+    matrices = {name for name, key in named(opened).items() if is_matrix(opened.shape(key))}
+    constant = [name for name, found in ranges.items() if found.low == found.high and name in matrices]
+    report.figures["constant_tensors"] = len(constant)
+    zero = [name for name in constant if ranges[name].low == 0]
+    other = [name for name in constant if name not in zero]
+    if other:
+        report.add(
+            Level.WARNING,
+            "WEIGHTS-CONSTANT",
+            other[0],
+            f"{len(other)} weight matrices hold one number throughout, as no training leaves them",
+            remedy="A faulty conversion or a fill wrote them: get the original.",
+            values={name: ranges[name].low for name in other[:NAMED]},
+        )
+    if zero:
+        report.add(
+            Level.NOTE,
+            "WEIGHTS-ZERO",
+            zero[0],
+            f"{len(zero)} weight matrices are zero throughout",
+            remedy="Layers that were added and never trained are. Where there are many, a cast has flushed them: get "
+            "the original.",
+            tensors=zero[:NAMED],
+        )
+
+
+def is_matrix(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is a weight of several inputs and outputs, rather than a bias, a norm or a scale."""
+    return len(shape) > 1 and min(shape[:2]) > 1
+
+
+def tell_losses(losses: Mapping[str, Loss], ranges: Mapping[str, Range], opened: Base, report: Report) -> None:
+    """How many numbers are too small for fp16 to keep, and what that does to the tensor that it does most to."""
+    from finitune.files.halving import lost_norm
+
+    lost, size = sum(one.lost for one in losses.values()), sum(one.size for one in losses.values())
+    report.figures.update(lost_in_fp16=lost, lost_in_fp16_share=lost / size if size else 0.0)
+    touched = [name for name, one in losses.items() if one.lost and not ranges[name].nonfinite]
+    if not touched:
+        return
+    worst = max(touched, key=lambda name: (losses[name].share, losses[name].lost))
+    key = named(opened)[worst]
+    error = lost_norm(opened.files[key.file].read(key.name))
+    report.figures["lost_in_fp16_error"] = error
+    heavy = error > NOTICED
+    report.add(
+        Level.WARNING if heavy else Level.NOTE,
+        "WEIGHTS-LOST-IN-FP16",
+        worst,
+        f"{lost} of {size} numbers are too small for fp16 to keep all of their bits; this tensor changes most, by "
+        f"{error:.2g} of its norm" + ("" if heavy else ", which is less than bf16's own rounding"),
+        remedy="A plain cast to fp16 damages it. A precision plan stores it with a power of two: finitune plan MODEL"
+        if heavy
+        else "",
+        numbers=lost,
+        flushed=sum(one.flushed for one in losses.values()),
+        tensors=len(touched),
+        share_of_tensor=losses[worst].share,
+        relative_error=error,
+    )
+
+
+def named(opened: Base) -> dict[str, Key]:
+    """The tensors by the names that the report gives them: component, then name."""
+    return {f"{key.file}.{key.name}" if key.file else key.name: key for key in opened}

@@ -1,0 +1,73 @@
+"""What `finitune check` is asked, and what its parts hand back beside their findings: changes that are safe to make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finitune.journeys.adapters import Doubts
+from finitune.report import Level, Report
+
+if TYPE_CHECKING:
+    from finitune.files.tensorfile import TensorFile
+
+
+@dataclass(frozen=True)
+class Mending:
+    """A change of one file that loses nothing and that a finding of `code` asks for.
+
+    `what` says it in the imperative ("Write the caption as UTF-8"). `apply` makes it at `path`, of which the dispatcher
+    has put a copy aside as NAME.orig, and raises FileError where it cannot.
+    """
+
+    code: str
+    path: Path
+    what: str
+    apply: Callable[[], None]
+
+
+ORIGINAL = ".orig"
+"""What is behind the name of a copy that was put aside; of several, followed by a number."""
+
+Ask = Callable[[Sequence[Mending]], bool]
+"""Shows the changes to a person, and returns whether they are wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Doubts):
+    """What to check, and against what.
+
+    `model` is the model that an adapter, a configuration or a cache is for; `gpu` the card, by name, that the answers
+    are for. `fix` makes the changes that are safe: at once with `yes`, else where `ask` says so; without either they
+    are listed only. `mendings` is where the parts of check put them. `html` is the page to write.
+    """
+
+    paths: tuple[Path, ...]
+    model: str | None = None
+    gpu: str | None = None
+    fix: bool = False
+    yes: bool = False
+    html: Path | None = None
+    ask: Ask | None = field(default=None, compare=False, repr=False)
+    mendings: list[Mending] = field(default_factory=list, compare=False, repr=False)
+
+
+def tell_names(files: Iterable[TensorFile], report: Report) -> None:
+    """A note where a safetensors file is called as if it were another kind, which programs go by."""
+    for file in files:
+        if not file.path.name.endswith((".safetensors", ".safetensors.index.json")):
+            report.add(
+                Level.NOTE,
+                "FILE-NAME-MISLEADS",
+                str(file.path),
+                f"it is a safetensors file, and its name ends in {file.path.suffix or 'nothing'!r}",
+                remedy="Name it .safetensors: many programs take a file for what its name says.",
+            )
+
+
+def dtypes_of(file: TensorFile) -> dict[str, int]:
+    """How many tensors there are of each dtype, as the file names it."""
+    return dict(Counter(entry.dtype for entry in file.entries.values()))

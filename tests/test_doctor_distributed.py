@@ -1,0 +1,292 @@
+"""finitune doctor --distributed: real processes that fail in the ways that matter, and what is made of each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finitune.device import nccl, peers
+from finitune.device.peers import STAGES, STARTED, SUMS, Spec
+from finitune.device.rendezvous import Meeting, Peer
+from finitune.errors import UsageError
+from finitune.journeys.doctor_distributed import WITHOUT, findings, judge, run
+from finitune.progress import Silent
+from finitune.report import Level, Report
+
+LIMIT_S = 4.0
+PATIENCE_S = 60.0  # processes import torch, on a machine that is busy with other tests
+Pretended = Mapping[int, Mapping[str, str]]
+SCENES: dict[str, Pretended] = {
+    "passing": {},
+    "killed": {1: {"fails_at": "sum-fp16", "fault": "die"}},
+    "stalled": {0: {"fails_at": "sum-int32", "fault": "stall"}},
+    "duplicate": {0: {"identity": "GPU-77"}, 1: {"identity": "GPU-77"}},
+}
+
+
+@pytest.fixture(scope="module")
+def played() -> dict[str, Report]:
+    """All scenes at the same time: most of it is waiting."""
+
+    def play(pretend: Pretended) -> Report:
+        # Who must come in time gets more of it here, where all come late.
+        limit = LIMIT_S if pretend == SCENES["stalled"] else PATIENCE_S
+        return run(2, Report("doctor"), Silent(), "cpu", limit, pretend)
+
+    with ThreadPoolExecutor() as threads:
+        return dict(zip(SCENES, threads.map(play, SCENES.values()), strict=True))
+
+
+# --- with real processes --------------------------------------------------------------------------------------------
+
+
+def test_two_processes_pass(played: dict[str, Report]):
+    report = played["passing"]
+    assert report.ok and not report.findings
+    assert report.figures["distributed_processes"] == 2 and report.figures["distributed_backend"] == "gloo"
+    assert report.figures["all_reduce_64_mb_gb_per_s"] == report.figures["all_reduce_64_mb_bus_gb_per_s"]
+    assert [row[-1] for row in report.tables[0].rows] == ["passed", "passed"]
+    assert report.figures[report.tables[0].title] == report.tables[0].as_dicts()
+
+
+def test_who_was_killed_is_named_and_who_noticed_is_not(played: dict[str, Report]):
+    (finding,) = played["killed"].findings
+    assert (finding.code, finding.subject) == ("DISTRIBUTED-PEER-DIED", "process 1")
+    assert finding.evidence == {"process": 1, "exit_code": -9, "stage": "sum-int32"}
+    assert "signal 9, after 'sum-int32'" in finding.message
+
+
+def test_who_does_not_come_is_named_within_the_limit(played: dict[str, Report]):
+    (finding,) = played["stalled"].findings
+    assert (finding.code, finding.subject) == ("DISTRIBUTED-STALLED", "process 0")
+    assert finding.evidence["late"] == [0] and finding.evidence["stages"] == {0: "connect", 1: "sum-int32"}
+    assert "process 1 waits in 'sum-int32'" in finding.message and "4 s" in finding.message
+
+
+def test_one_device_for_two_is_found_before_nccl(played: dict[str, Report]):
+    report = played["duplicate"]
+    (finding,) = report.findings
+    assert finding.code == "DISTRIBUTED-DUPLICATE-DEVICE"
+    assert finding.evidence == {"device": "GPU-77", "processes": [0, 1]}
+    assert "distributed_backend" not in report.figures  # nothing was connected
+
+
+def test_nobody_is_left_behind(played: dict[str, Report]):
+    assert len(played) == len(SCENES)
+    left = [child for child in psutil.Process().children(recursive=True) if "finitune.device.peers" in child.cmdline()]
+    assert not left
+
+
+def test_a_process_ends_when_whoever_started_it_has_gone():
+    program = (
+        "import threading, time\n"
+        "from finitune.device.peers import end_with_input\n"
+        "threading.Thread(target=end_with_input, daemon=True).start()\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
+        assert process.stdout and process.stdout.readline() == "up\n" and process.poll() is None
+        process.communicate(timeout=PATIENCE_S)  # closes its input, and waits
+        assert process.returncode == 1
+
+
+# --- what is asked --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "device", "code"), [(1, "cpu", "DISTRIBUTED-COUNT"), (2, "tpu", "DEVICE-NOT-THERE")])
+def test_requests_that_cannot_be_meant_are_refused(count: int, device: str, code: str):
+    with pytest.raises(UsageError) as caught:
+        run(count, Report("doctor"), Silent(), device)
+    assert caught.value.code == code
+
+
+# --- what was said --------------------------------------------------------------------------------------------------
+
+
+def peer(rank: int, begun: str, **other) -> Peer:
+    """A process that is in stage `begun`, with all before it done."""
+    stages = [STARTED, *STAGES][: [STARTED, *STAGES].index(begun) + 1]
+    done = {stage: {"wrong": 0} if stage in SUMS else {} for stage in stages[1:-1]}
+    return Peer(rank, stages, {**done, **other.pop("done", {})}, **other)
+
+
+def passed(rank: int, **done) -> Peer:
+    told = {"devices": {"devices": [["GPU-0", "Card"], ["GPU-1", "Card"]]}, "speed": {"seconds": 0.01}}
+    return peer(rank, "barrier", done={**told, "barrier": {}, **done}, ended=0)
+
+
+def meeting(*found: Peer) -> Meeting:
+    return Meeting(found, 1.0, 30.0, {})
+
+
+def codes(*found: Peer) -> list[str]:
+    return [one.code for one in findings(meeting(*found))]
+
+
+def test_lines_are_heard_among_nccl_s_own():
+    heard = Peer(0)
+    for line in ("host:1:1 [0] NCCL WARN Call to bind failed", '{"stage": "started"}', '{"stage": "meet"}'):
+        heard.hear(line)
+    heard.hear('half a line {"done": "meet", "wrong": 0}')
+    heard.hear("{broken")
+    assert heard.begun == [STARTED, "meet"] and heard.done == {"meet": {"wrong": 0}} and heard.height == 1
+    assert heard.talk == ["host:1:1 [0] NCCL WARN Call to bind failed", "{broken"]
+
+
+@given(st.text())
+@settings(max_examples=50)
+def test_any_line_is_borne(line: str):
+    heard = Peer(0)
+    heard.hear(line)
+    assert heard.talk == [line] and not heard.begun and not heard.done and not heard.passed
+
+
+def test_nothing_that_gets_through_is_the_connection_and_nobody_s_fault():
+    (finding,) = findings(meeting(peer(0, "sum-int32"), peer(1, "sum-int32")))
+    assert finding.code == "DISTRIBUTED-STALLED" and finding.subject == "all processes"
+    assert "nothing gets through for 30 s" in finding.message
+
+
+def test_who_has_not_started_is_named():
+    (finding,) = findings(meeting(Peer(0), peer(1, "meet")))
+    assert finding.subject == "process 0" and "has not started" in finding.message
+
+
+def test_an_error_is_explained():
+    error = "DistBackendError: NCCL error in: x.cpp:1, unhandled system error (run with NCCL_DEBUG=INFO), NCCL 2.30.7"
+    (finding,) = findings(meeting(peer(0, "sum-int32", failed="sum-int32", error=error, ended=1), peer(1, "sum-int32")))
+    assert finding.code == "DISTRIBUTED-FAILED" and finding.subject == "process 0"
+    assert "ncclSystemError" in finding.remedy and "/dev/shm" in finding.remedy
+
+
+def test_the_last_words_of_who_is_gone_are_told():
+    gone = Peer(1, talk=["Traceback", "ImportError: libnccl.so.2: cannot open shared object file"], ended=1)
+    (finding,) = findings(meeting(peer(0, "meet"), gone))
+    assert finding.code == "DISTRIBUTED-PEER-DIED" and "libnccl.so.2" in finding.message
+    assert "before it had started" in finding.message
+
+
+def test_a_wrong_sum_is_told_with_its_numbers():
+    wrong = passed(1, **{"sum-bf16": {"wrong": 7, "got": 2.0, "expected": 3.0}})
+    (finding,) = findings(meeting(passed(0), wrong))
+    assert finding.code == "DISTRIBUTED-WRONG-RESULT" and finding.subject == "process 1"
+    assert "a sum in bfloat16" in finding.message and "2 for 3" in finding.message
+    assert codes(passed(0), passed(1, broadcast={"wrong": 1})) == ["DISTRIBUTED-WRONG-RESULT"]
+    assert codes(passed(0), passed(1)) == []
+
+
+# --- what mends it --------------------------------------------------------------------------------------------------
+
+GOOD = meeting(passed(0), passed(1))
+STALLED = meeting(peer(0, "sum-int32"), peer(1, "sum-int32"))
+
+
+def retried(first: Meeting, works_with: Mapping[str, str] | None, retry: bool = True) -> tuple[Report, list]:
+    tried = []
+
+    def held(variables: Mapping[str, str]) -> Meeting:
+        tried.append(dict(variables))
+        return first if not variables or variables != works_with else GOOD
+
+    return judge(held, Report("doctor"), retry=retry), tried
+
+
+@pytest.mark.parametrize(("mends", "cause"), [(WITHOUT[0], "direct access"), (WITHOUT[1], "shared memory")])
+def test_the_variable_that_mends_a_stall_is_named(mends: Mapping[str, str], cause: str):
+    report, tried = retried(STALLED, mends)
+    assert [one.code for one in report.findings] == ["DISTRIBUTED-STALLED", "DISTRIBUTED-MENDED"]
+    assert report.figures["mended_by"] == " ".join(f"{name}=1" for name in mends)
+    assert cause in report.findings[-1].message and tried == [{}, *WITHOUT[: WITHOUT.index(mends) + 1]]
+    assert not report.ok  # as it is set up now, training would hang
+
+
+def test_where_neither_variable_helps_that_is_said():
+    report, tried = retried(STALLED, None)
+    assert report.findings[-1].code == "DISTRIBUTED-NOT-MENDED" and tried == [{}, *WITHOUT]
+
+
+@pytest.mark.parametrize(
+    ("first", "retry"),
+    [
+        (STALLED, False),  # gloo
+        (GOOD, True),
+        (meeting(peer(0, "meet"), Peer(1)), True),  # not NCCL's fault
+        (meeting(peer(0, "devices"), peer(1, "meet")), True),
+    ],
+)
+def test_nothing_is_tried_again_where_nccl_was_not_at_fault(first: Meeting, retry: bool):
+    _, tried = retried(first, None, retry)
+    assert tried == [{}]
+
+
+# --- the arithmetic of the checks -----------------------------------------------------------------------------------
+
+
+@given(world=st.integers(2, 128))
+@settings(max_examples=20)
+def test_every_partial_sum_is_exact_in_every_dtype(world: int):
+    """Whole numbers up to 256 are exact in bf16, in whatever order they are added."""
+    largest = (world - 1) + world
+    assert largest <= 256
+    sums = [sum(rank + 1 if place == rank else 1 for rank in range(world)) for place in range(world)]
+    assert sums == [place + world for place in range(world)]
+
+
+def test_a_device_that_is_shared_is_found():
+    assert peers.shared([["a", "x"], ["b", "x"], ["a", "x"]]) == {"a": [0, 2]}
+    assert peers.shared([["a", "x"], ["b", "x"]]) == {}
+    assert peers.identity(Spec(3, 4, 1, "cpu", 1.0)) == "process 3"
+
+
+# --- NCCL's words ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("ncclUnhandledCudaError: Call to CUDA function failed.", "ncclUnhandledCudaError"),
+        ("RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:32, unhandled cuda error, NCCL version 2.4.8",
+         "ncclUnhandledCudaError"),
+        ("NCCL Error 2: unhandled system error (run with NCCL_DEBUG=INFO for details)", "ncclSystemError"),
+        ("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nDuplicate GPU detected : "
+         "rank 1 and rank 0 both on CUDA device 100", "Duplicate GPU"),
+        ("ncclRemoteError: A call failed possibly due to a network error", "ncclRemoteError"),
+        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=ALLREDUCE, NumelIn=1, "
+         "Timeout(ms)=600000)", "first collective timed out"),
+        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=17, OpType=ALLREDUCE, NumelIn=1, "
+         "Timeout(ms)=1800000)", "collective timed out"),
+        ("[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1",
+         "connection closed"),
+        ("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation", "timed out"),
+        ("internal error", None),  # of anything
+        ("", None),
+    ],
+)  # fmt: skip
+def test_error_texts_are_known(text: str, name: str | None):
+    explanation = nccl.explain(text)
+    assert (explanation and explanation.name) == name
+
+
+def test_each_result_code_has_a_sentence_and_a_cause():
+    assert [result.code for result in nccl.RESULTS] == list(range(9))
+    for result in nccl.RESULTS:
+        assert result.name.startswith("nccl") and result.sentence.endswith(".")
+        assert result.cause.endswith(".") or result.code == 0
+        explanation = nccl.explain(f"{result.name}: something")
+        assert (explanation and explanation.name) == (result.name if result.code else None)
+
+
+def test_a_meeting_passes_only_when_all_have():
+    assert GOOD.passed and not STALLED.passed
+    assert not replace(GOOD, peers=(passed(0), peer(1, "barrier"))).passed
+    assert findings(GOOD) == [] and findings(STALLED)[0].level is Level.ERROR

@@ -1,0 +1,299 @@
+"""How a training ends, before its time or not: by wish, by a full disk, a failing preview, a lack of memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from finitune.files import writer
+from finitune.files.tensorfile import TensorFile
+from finitune.journeys import train_files
+from finitune.journeys.train import Request, asked_to_stop, run
+from finitune.journeys.training import Prepared
+from finitune.report import Level
+from finitune.training import events
+from finitune.training.folder import RunFolder
+from finitune.training.learner import Denoiser
+from finitune.training.state import last_state
+from tests.training_made import (
+    FEW_BLOCKS,
+    Workplace,
+    a_model_that_is_read_once,
+    a_workplace,
+    meddling_with_runs,
+    one_cache,
+)
+
+__all__ = ["a_model_that_is_read_once", "a_workplace", "meddling_with_runs", "one_cache"]
+
+FEW = {"only_patterns": FEW_BLOCKS}
+
+
+def files_in(folder: Path) -> set[str]:
+    """What a user sees of a run."""
+    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+
+
+# --- by wish ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_wish_ends_it_after_the_step_with_a_file_and_code_0(workplace: Workplace):
+    asked = iter([False, False, True])
+    outcome = workplace.train(stop=lambda: next(asked), network=FEW)
+    assert outcome.reason == "stopped"
+    assert [step.step for step in outcome.of(events.Stepped)] == [1, 2, 3]
+    assert outcome.report.exit_code == 0
+    assert outcome.paths["kohya"].name == "made-step00000003.safetensors"
+    assert last_state(workplace.folder / "run", "made")[0] == outcome.paths["state"]
+
+
+def test_what_was_stopped_goes_on_to_the_same_bits(workplace: Workplace):
+    options = {"network": {**FEW, "network_dropout": 0.1}, "optimizer": {"ema_decay": 0.5, "lr_scheduler": "cosine"}}
+    whole = workplace.train(**options, saving={"output_dir": workplace.folder / "whole"})
+    asked = iter([False, False, True])
+    workplace.train(**options, stop=lambda: next(asked))
+    rest = workplace.train(**options, saving={"resume": "auto"})
+    assert [step.step for step in rest.of(events.Stepped)] == [4, 5, 6]
+    assert rest.losses == whole.losses[3:]
+    one, two = (dict(TensorFile(outcome.paths["kohya"]).tensors()) for outcome in (whole, rest))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_the_first_control_c_is_a_wish_and_the_second_stops_at_once():
+    with asked_to_stop() as stop:
+        assert not stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT of another process")
+def test_control_c_in_a_shell(workplace: Workplace):
+    """A real process, interrupted once it trains: code 0, and a file of the step that it was in."""
+    from finitune.config.read import dump
+
+    config = workplace.folder / "train.toml"
+    config.write_text(dump(workplace.config(network=FEW, training={"max_train_steps": 1000})), encoding="utf-8")
+    program = f"""
+import os, signal, sys
+from pathlib import Path
+from finitune.journeys.train import Request, run
+from finitune.progress import Silent
+class Impatient(Silent):
+    def advance(self, stage, count=1):
+        if stage == "training":
+            os.kill(os.getpid(), signal.SIGINT)
+report = run(Request(config=Path({str(config)!r})), progress=Impatient())
+sys.exit(report.exit_code or (report.figures["ended"] != "stopped"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "made-step00000001.safetensors" in files_in(workplace.folder / "run")
+
+
+# --- what is asked for without training ------------------------------------------------------------------------------
+
+
+def test_explain_lists_the_sites_and_writes_nothing(workplace: Workplace):
+    outcome = workplace.train(asked=Request(explain=True), network=FEW)
+    assert outcome.events == []
+    (table,) = (table for table in outcome.report.tables if table.title == "sites")
+    assert sum(int(row[-1]) for row in table.rows) == 12
+    assert outcome.report.ok
+    assert not (workplace.folder / "run").exists()
+
+
+def test_a_dry_run_measures_and_leaves_no_adapter(workplace: Workplace):
+    outcome = workplace.train(asked=Request(dry_run=True), network=FEW)
+    (measured,) = outcome.events
+    assert isinstance(measured, events.Measured)
+    assert measured.step_seconds > 0 and measured.batch == 2 and measured.bucket == (64, 64)
+    assert outcome.findings("FITS")
+    assert not any(name.endswith(".safetensors") for name in files_in(workplace.folder / "run"))
+
+
+def test_measuring_changes_nothing(workplace: Workplace, meddle):
+    """The first loss of a run is that of a run that was not measured before."""
+    measured = workplace.train(network=FEW)
+    first: list[float] = []
+
+    def step(ready: Prepared) -> None:
+        run = ready.run
+        batches = [batch for micro in run.course.micro_batches_of(0, 0) if (batch := run.load(micro))]
+        first.append(run.differentiator.gradient(batches, 0).loss)
+
+    meddle(step)
+    workplace.train(network=FEW, training={"max_train_steps": 1})
+    assert measured.losses[0] == first[0]
+
+
+# --- the folder, the disk, the preview -------------------------------------------------------------------------------
+
+
+def test_a_folder_in_use_is_refused_and_untouched(workplace: Workplace):
+    with RunFolder(workplace.folder / "run"):
+        outcome = workplace.train(network=FEW)
+    (finding,) = outcome.findings("RUN-FOLDER-LOCKED")
+    assert (outcome.report.exit_code, finding.level) == (2, Level.ERROR)
+    assert files_in(workplace.folder / "run") == set()
+
+
+def test_the_last_files_are_kept_and_the_others_go(workplace: Workplace):
+    workplace.train(network=FEW, saving={"save_every_n_steps": 1, "save_last_n": 2, "save_as": ["kohya", "comfy"]})
+    kept = {"made-step00000005", "made-step00000006"}
+    wanted = {f"{name}{ending}" for name in kept for ending in (".safetensors", "-comfy.safetensors", "-state")}
+    wanted |= {"made.safetensors", "made-comfy.safetensors", "made-state", "config.toml", "steps.jsonl"}
+    assert files_in(workplace.folder / "run") == wanted
+
+
+def test_a_full_disk_is_told_before_the_first_step(workplace: Workplace, monkeypatch: pytest.MonkeyPatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 999, 1))
+    outcome = workplace.train(network=FEW)
+    (finding,) = outcome.findings("DISK-FULL")
+    assert finding.evidence["free_bytes"] == 1 and finding.remedy
+    assert not outcome.of(events.Stepped)
+
+
+def test_a_disk_that_fills_up_leaves_the_last_good_files(workplace: Workplace, monkeypatch: pytest.MonkeyPatch, meddle):
+    """The third save of the run finds no room: an error that names it; what was saved before is whole."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    original = writer.flush
+
+    def fill(ready: Prepared) -> None:
+        export, number = ready.run.hooks.export, iter(range(10))
+
+        def failing(*args):
+            if next(number) == 3:  # after the measurement and two saves
+                monkeypatch.setattr(writer, "flush", refuse)
+            return export(*args)
+
+        def refuse(*_):
+            raise full
+
+        object.__setattr__(ready.run.hooks, "export", failing)
+
+    meddle(fill)
+    outcome = workplace.train(network=FEW, saving={"save_every_n_steps": 2})
+    monkeypatch.setattr(writer, "flush", original)
+    finding = outcome.findings("FILE-NOT-WRITTEN")[0]
+    assert finding.subject.endswith("made-step00000006.safetensors")
+    assert "space" in finding.message and finding.remedy
+    assert outcome.report.exit_code == 1
+    run_folder = workplace.folder / "run"
+    state, findings = last_state(run_folder, "made")
+    assert state == run_folder / "made-step00000004-state" and findings == []
+    assert not list(run_folder.glob(".discarded*")) and not list(run_folder.glob("*.partial*"))
+    again = workplace.train(network=FEW, saving={"save_every_n_steps": 2, "resume": "auto"})
+    assert again.reason == "done" and again.report.ok
+
+
+def test_a_preview_that_fails_is_told_once_and_costs_nothing(workplace: Workplace, monkeypatch: pytest.MonkeyPatch):
+    def fail(self, step: int):
+        if step:
+            assert (workplace.folder / "run" / f"made-step{step:08d}.safetensors").exists()  # files come first
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(train_files.Preview, "__call__", fail)
+    preview = {"sample_every_n_steps": 2, "sample_prompts": ["a pear"]}
+    plain = workplace.train(network=FEW)
+    outcome = workplace.train(network=FEW, preview=preview, saving={"save_every_n_steps": 2})
+    (finding,) = outcome.findings("PREVIEW-FAILED")
+    assert finding.level is Level.WARNING and "out of memory" in finding.message
+    assert outcome.reason == "done" and outcome.report.exit_code == 0
+    assert outcome.losses == plain.losses
+
+
+def test_pictures_are_drawn_with_the_adapter_and_change_nothing(workplace: Workplace):
+    preview = {"sample_every_n_steps": 3, "sample_at_first": True, "sample_prompts": ["a pear"], "sample_steps": 2}
+    network = {**FEW, "network_dropout": 0.2}
+    plain = workplace.train(network=network)
+    outcome = workplace.train(network=network, preview=preview, optimizer={"learning_rate": 5e-3})
+    drawn = [event.paths[0].read_bytes() for event in outcome.of(events.Previewed)]
+    assert [event.step for event in outcome.of(events.Previewed)] == [0, 3, 6]
+    assert len(set(drawn)) == 3
+    assert outcome.losses == plain.losses
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def short_of_memory(denoiser: Denoiser, largest: int, error: type[BaseException]) -> Denoiser:
+    """A denoiser that fails on more than `largest` samples in training."""
+
+    def answer(noisy: Tensor, sigma: Tensor, conditioning: Mapping[str, Tensor]) -> Tensor:
+        if len(noisy) > largest and torch.is_grad_enabled():
+            raise error("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return denoiser(noisy, sigma, conditioning)
+
+    return answer
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError])
+def test_a_lack_of_memory_halves_the_micro_batches_and_is_told(workplace: Workplace, meddle, error):
+    batch = {"train_batch_size": 4}
+    roomy = workplace.train(network=FEW, training=batch)
+    short: list[Prepared] = []
+
+    def take_memory_at_step_2(ready: Prepared) -> None:
+        learner, run = ready.run.learner, ready.run
+        plenty = learner.denoiser
+
+        def stop() -> bool:
+            learner.denoiser = short_of_memory(plenty, 2, error)
+            return False
+
+        object.__setattr__(run.hooks, "stop", stop)
+        short.append(ready)
+
+    meddle(take_memory_at_step_2)
+    outcome = workplace.train(network=FEW, training=batch)
+    (finding,) = outcome.findings("MEMORY-HALVED")
+    assert finding.level is Level.WARNING and finding.evidence["split"] == 2
+    assert finding.evidence["step"] != 0
+    assert short[0].run.differentiator.split == 2
+    assert outcome.reason == "done"
+    assert outcome.losses == pytest.approx(roomy.losses, rel=1e-5)
+    assert outcome.validation == pytest.approx(roomy.validation, rel=1e-5)
+
+
+def test_a_run_that_does_not_fit_says_so_before_it_begins(workplace: Workplace, meddle):
+    def take_memory(ready: Prepared) -> None:
+        ready.run.learner.denoiser = short_of_memory(ready.run.learner.denoiser, 1, torch.OutOfMemoryError)
+
+    meddle(take_memory)
+    outcome = workplace.train(network=FEW)
+    (finding,) = outcome.findings("FITS-BARELY")
+    assert finding.evidence["split"] == 2
+    assert "gradient_checkpointing" in finding.remedy
+    assert outcome.reason == "done"
+    assert not outcome.findings("MEMORY-HALVED")  # told already
+
+
+def test_one_sample_that_does_not_fit_ends_it(workplace: Workplace, meddle):
+    def take_all_memory(ready: Prepared) -> None:
+        ready.run.learner.denoiser = short_of_memory(ready.run.learner.denoiser, 0, torch.OutOfMemoryError)
+
+    meddle(take_all_memory)
+    outcome = workplace.train(network=FEW)
+    (finding,) = outcome.findings("OUT-OF-MEMORY")
+    assert outcome.report.exit_code == 1 and "gradient_checkpointing" in finding.remedy
+    assert not outcome.of(events.Stepped)
+
+
+def test_the_journey_reports_what_ends_it(workplace: Workplace):
+    report = run(Request(config=workplace.folder / "nothing.toml"))
+    assert report.exit_code != 0
+    assert report.findings[0].remedy

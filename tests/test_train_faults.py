@@ -1,0 +1,345 @@
+"""What is not finite is named by its place, never reaches the adapter, and costs next to nothing; kill -9, nothing.
+
+Planted in a running training: in a picture's latents, in a caption's embedding, in a weight, in a gradient; and before
+it: in the encoders, in the caches, in the base model. Each run is compared with the same one without the fault.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from finitune.datasets.items import Batch
+from finitune.files.tensorfile import TensorFile
+from finitune.journeys.training import Prepared
+from finitune.models.anima.encode import AnimaEncoders
+from finitune.models.pico import plan_file
+from finitune.precision.plan import Line, PrecisionPlan
+from finitune.report import Level
+from finitune.training import events
+from finitune.training.guard import first_nonfinite
+from finitune.training.state import load_state
+from tests.training_made import (
+    FEW_BLOCKS,
+    Workplace,
+    a_model_that_is_read_once,
+    a_workplace,
+    meddling_with_runs,
+    one_cache,
+    put_pictures,
+)
+
+__all__ = ["a_model_that_is_read_once", "a_workplace", "meddling_with_runs", "one_cache"]
+
+NAN = math.nan
+FEW = {"only_patterns": FEW_BLOCKS}
+LONG = {
+    "training": {"max_train_steps": 60, "train_batch_size": 4},
+    "optimizer": {"learning_rate": 3e-3, "lr_scheduler": "cosine"},
+    "guard": {"snapshot_every": 10},
+}
+"""Long enough for the loss to say something."""
+PARAMETER = "transformer.transformer_blocks.0.attn1.to_v.up"
+
+
+def victim(ready: Prepared) -> str:
+    """The picture that a fault is planted in."""
+    return sorted(example.name for example in ready.run.course.examples)[3]
+
+
+def spoil_batches(ready: Prepared, spoil: Callable[[Batch, int], Batch]) -> None:
+    """Change every batch that the victim is in."""
+    load, name = ready.run.load, victim(ready)
+
+    def spoiled(micro, excluded=frozenset()):
+        batch = load(micro, excluded)
+        return spoil(batch, batch.names.index(name)) if batch and name in batch.names else batch
+
+    ready.run.load = spoiled
+
+
+def in_a_picture(ready: Prepared) -> str:
+    def spoil(batch: Batch, place: int) -> Batch:
+        latents = batch.latents.clone()
+        latents[place, 0, 0, 0, 0] = NAN
+        return replace(batch, latents=latents)
+
+    spoil_batches(ready, spoil)
+    return victim(ready)
+
+
+def in_a_caption(ready: Prepared) -> str:
+    def spoil(batch: Batch, place: int) -> Batch:
+        context = batch.conditioning["context"].clone()
+        context[place, 1, 0] = NAN
+        return replace(batch, conditioning={"context": context})
+
+    spoil_batches(ready, spoil)
+    return victim(ready)
+
+
+def after_step(ready: Prepared, step: int, change: Callable[[], None]) -> None:
+    """Do something once, when that step is over."""
+    counted = count(1)
+
+    def stop() -> bool:
+        if next(counted) == step:
+            change()
+        return False
+
+    object.__setattr__(ready.run.hooks, "stop", stop)
+
+
+def in_a_weight(ready: Prepared) -> str:
+    parameter = dict(ready.run.learner.named_parameters())[PARAMETER]
+    after_step(ready, 17, lambda: parameter.data.view(-1)[3].fill_(NAN) and None)
+    return f"{PARAMETER}, element 3: nan"
+
+
+def in_a_gradient(ready: Prepared) -> str:
+    parameter = dict(ready.run.learner.named_parameters())[PARAMETER]
+    armed = iter([True])
+
+    def spoil(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        if next(armed, False):
+            gradient.view(-1)[3] = NAN
+        return gradient
+
+    after_step(ready, 17, lambda: parameter.register_hook(spoil) and None)
+    return f"{PARAMETER}, element 3: nan"
+
+
+FAULTS = {
+    "picture": (in_a_picture, "GUARD-QUARANTINED"),
+    "caption": (in_a_caption, "GUARD-QUARANTINED"),
+    "weight": (in_a_weight, "GUARD-ROLLED-BACK"),
+    "gradient": (in_a_gradient, "GUARD-SKIPPED"),
+}
+
+
+def is_good(path: Path) -> bool:
+    """Whether a file reads, is finite, and does something."""
+    tensors = dict(TensorFile(path).tensors())
+    ups = [tensor for name, tensor in tensors.items() if "lora_up" in name]
+    return first_nonfinite(tensors.items()) is None and bool(ups) and all(bool(up.any()) for up in ups)
+
+
+def test_a_planted_nan_is_named_and_the_run_ends_as_the_clean_one(workplace: Workplace, meddle):
+    """Four of four: the place in a finding, a good file, and the last validation loss within 2 % of the clean run's."""
+    put_pictures(workplace.pictures, 24)
+    clean = workplace.train(**LONG)
+    for name, (plant, code) in FAULTS.items():
+        places: list[str] = []
+        meddle(lambda ready, plant=plant, places=places: places.append(plant(ready)))
+        outcome = workplace.train(**LONG)
+        (finding,) = outcome.findings(code)
+        assert places[0] in f"{finding.subject} {finding.message}", name
+        assert finding.level is Level.WARNING and finding.remedy
+        assert len([found for found in outcome.codes if found.startswith("GUARD")]) == 1
+        assert outcome.reason == "done" and outcome.report.exit_code == 0
+        assert is_good(outcome.paths["kohya"])
+        off = outcome.validation[-1] / clean.validation[-1] - 1
+        print(f"NaN in a {name}: {outcome.validation[-1]:.5f} against {clean.validation[-1]:.5f}: {off:+.2%}")
+        assert abs(off) <= 0.02, name
+
+
+def test_a_picture_left_out_is_named_with_file_and_step(workplace: Workplace, meddle):
+    meddle(in_a_picture)
+    outcome = workplace.train(network=FEW, training={"train_batch_size": 3})
+    (finding,) = outcome.findings("GUARD-QUARANTINED")
+    bad = [step for step in outcome.of(events.Stepped) if not step.taken]
+    assert len(bad) == 1
+    assert finding.subject.startswith("pictures/")
+    assert finding.evidence == {"step": bad[0].step - 1, "reason": "the loss is not finite"}
+    assert f"from step {bad[0].step - 1} on" in finding.message
+    assert bad[0].counts["quarantined"] == 1
+
+
+def test_steps_without_a_picture_are_passed_over(workplace: Workplace, meddle):
+    """One picture a step: that of the victim is empty from its second time on, which is no fault any more."""
+    meddle(in_a_picture)
+    options = {"train_batch_size": 1, "max_train_epochs": 6, "max_train_steps": None}
+    outcome = workplace.train(network=FEW, training=options)
+    steps = outcome.of(events.Stepped)
+    assert sum(not step.taken for step in steps) == 1
+    assert len(steps) == 6 * 6 - 5
+    assert outcome.reason == "done" and "GUARD-ROLLED-BACK" not in outcome.codes
+
+
+def test_a_weight_that_breaks_is_taken_back_to_the_same_bits(workplace: Workplace, meddle):
+    options = {"network": FEW, "training": {"max_train_steps": 20}, "guard": {"snapshot_every": 5}}
+    clean = workplace.train(**options, saving={"output_dir": workplace.folder / "clean"})
+    meddle(in_a_weight)
+    outcome = workplace.train(**options)
+    (back,) = outcome.of(events.RolledBack)
+    assert (back.step, back.to_step) == (18, 15)
+    one, two = (load_state(run.paths["state"])[0] for run in (clean, outcome))
+    assert all(torch.equal(one.adapter[name], two.adapter[name]) for name in one.adapter)
+    assert two.facts["taken"] == one.facts["taken"] == 20
+
+
+# --- before the first step -------------------------------------------------------------------------------------------
+
+
+def test_a_picture_with_nan_is_refused_before_anything_is_made(workplace: Workplace):
+    values = np.ones((64, 64), dtype=np.float32)
+    values[5, 7] = NAN
+    Image.fromarray(values).save(workplace.pictures / "broken.tiff")
+    (workplace.pictures / "broken.txt").write_text("a broken one")
+    outcome = workplace.train(network=FEW)
+    (finding,) = outcome.findings("PICTURE-NONFINITE")
+    assert finding.evidence["first"] == (7, 5) and "broken.tiff" in finding.subject
+    assert outcome.report.exit_code == 1 and outcome.events == []
+
+
+def spoil_encoder(monkeypatch: pytest.MonkeyPatch, kind: str, is_victim: Callable[[object], bool]) -> None:
+    """Let an encoder make NaN of what `is_victim` picks."""
+    original = getattr(AnimaEncoders, kind)
+
+    def spoiled(self, items):
+        made = original(self, items)
+        for item, result in zip(items, made, strict=True):
+            if is_victim(item):
+                (result if isinstance(result, Tensor) else result["context"]).view(-1)[0] = NAN
+        return made
+
+    monkeypatch.setattr(AnimaEncoders, kind, spoiled)
+
+
+def own_cache(workplace: Workplace) -> dict[str, object]:
+    return {"cache_dir": str(workplace.folder / "own")}
+
+
+def test_what_the_encoders_cannot_stand_is_left_out_by_name(workplace: Workplace, monkeypatch: pytest.MonkeyPatch):
+    """A picture, and another one's caption."""
+    first, second = sorted(workplace.pictures.glob("*.png"))[:2]
+    pixels, caption = np.array(Image.open(first).convert("RGB")), second.with_suffix(".txt").read_text().strip()
+    spoil_encoder(monkeypatch, "latents", lambda shown: np.array_equal(shown.numpy(), pixels))  # type: ignore[attr-defined]
+    spoil_encoder(monkeypatch, "texts", lambda told: told == caption)
+    outcome = workplace.train(network=FEW, training=own_cache(workplace), general={"validation_split": 0})
+    found = {finding.subject: finding.message for finding in outcome.findings("PICTURE-QUARANTINED")}
+    assert found.keys() == {f"pictures/{first.name}", f"pictures/{second.name}"}
+    assert "VAE" in found[f"pictures/{first.name}"] and "text encoder" in found[f"pictures/{second.name}"]
+    assert outcome.reason == "done" and is_good(outcome.paths["kohya"])
+    assert all(step.taken for step in outcome.of(events.Stepped))
+
+
+@pytest.mark.parametrize("kind", ["latents", "texts"])
+def test_a_cache_entry_that_turned_into_nan_is_made_again(workplace: Workplace, kind: str):
+    options = {"network": FEW, "training": own_cache(workplace)}
+    clean = workplace.train(**options)
+    path = sorted((workplace.folder / "own" / kind).glob("*.safetensors"))[0]
+    tensors = {name: torch.full_like(tensor, NAN) for name, tensor in load_file(path).items()}
+    save_file(tensors, path, TensorFile(path).metadata)
+    outcome = workplace.train(**options)
+    (finding,) = outcome.findings("CACHE-REMADE")
+    assert finding.subject == TensorFile(path).metadata["subject"]
+    assert outcome.losses == clean.losses
+    assert first_nonfinite(load_file(path).items()) is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_base_model_with_nan_is_named_and_nothing_is_saved(workplace: Workplace, meddle, precision: str):
+    site = "transformer_blocks.2.ff.net.2"
+
+    def spoil(ready: Prepared) -> None:
+        layer = ready.run.learner.precisions["transformer"].module.get_submodule(site)
+        layer.weight.data[1, 2] = NAN  # type: ignore[union-attr, operator]
+
+    meddle(spoil)
+    outcome = workplace.train(network=FEW, model={"precision": precision})
+    (finding,) = outcome.findings("GUARD-STOPPED")
+    assert finding.level is Level.ERROR and f"transformer.{site}.weight" in finding.message
+    assert outcome.report.exit_code == 1 and outcome.reason == "given up"
+    assert len(outcome.of(events.Stepped)) == 1
+    assert not list((workplace.folder / "run").glob("*.safetensors"))
+
+
+# --- when nothing helps ----------------------------------------------------------------------------------------------
+
+
+def broken_from(step: int) -> Callable[[Prepared], None]:
+    """A model that answers NaN to everything once that step is over."""
+
+    def spoil(ready: Prepared) -> None:
+        learner = ready.run.learner
+        sound = learner.denoiser
+
+        def answer(*asked) -> Tensor:
+            return sound(*asked) * NAN
+
+        after_step(ready, step, lambda: setattr(learner, "denoiser", answer))
+
+    return spoil
+
+
+def test_when_everything_is_nan_it_stops_with_the_last_good_file(workplace: Workplace, meddle):
+    meddle(broken_from(8))
+    options = {"training": {"max_train_steps": 500}, "guard": {"snapshot_every": 5}}
+    outcome = workplace.train(network=FEW, **options)
+    assert outcome.reason == "given up" and outcome.report.exit_code == 1
+    (finding,) = outcome.findings("GUARD-STOPPED")
+    assert finding.level is Level.ERROR and finding.remedy
+    steps = outcome.of(events.Stepped)
+    assert 0 < sum(not step.taken for step in steps) <= 16
+    assert len({(found.code, found.subject) for found in outcome.report.findings}) == len(outcome.report.findings)
+    assert outcome.paths["kohya"].name == "made-step00000005.safetensors"
+    assert is_good(outcome.paths["kohya"])
+    assert TensorFile(outcome.paths["kohya"]).metadata["finitune_applied_steps"] == "5"
+
+
+# --- planned half ----------------------------------------------------------------------------------------------------
+
+
+def plan_with(workplace: Workplace, exponent: int) -> Path:
+    """The shipped plan with an exponent at one product that is far too small."""
+    plan = PrecisionPlan.load(plan_file())
+    line = Line("transformer_blocks.3.ff.net.2", exponent=exponent, reason="too small on purpose")
+    changed = plan.components["transformer"].with_line(line)
+    path = workplace.folder / "plan.toml"
+    replace(plan, components={**plan.components, "transformer": changed}).save(path)
+    return path
+
+
+def test_constants_that_are_exceeded_are_told_and_given_up(workplace: Workplace):
+    measured = workplace.train(model={"precision": "current-half"}, network=FEW)
+    model = {"precision": "planned-half", "plan": plan_with(workplace, -40)}
+    outcome = workplace.train(model=model, network=FEW)
+    (finding,) = outcome.findings("PLAN-EXCEEDED")
+    assert (
+        finding.level is Level.WARNING and "measure their own" in finding.message and "current-half" in finding.remedy
+    )
+    assert all(step.taken for step in outcome.of(events.Stepped))
+    assert outcome.reason == "done"
+    assert outcome.losses == pytest.approx(measured.losses, rel=1e-3)
+    assert not load_state(outcome.paths["state"])[0].facts["planned"]
+
+
+# --- kill -9 ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
+def test_a_killed_training_leaves_whole_files_and_goes_on_to_the_same_bits(tmp_path: Path):
+    """Three kills of the benchmark's 25."""
+    program = Path(__file__).parents[1] / "benchmarks" / "kill.py"
+    told = tmp_path / "kill.json"
+    run = [sys.executable, str(program), "--kills", "3", "--steps", "8", "--json", str(told)]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(told.read_text())
+    assert (found["good"], found["kills"], found["wrong"]) == (3, 3, [])
+    assert found["ends_compared"] >= 1
