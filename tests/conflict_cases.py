@@ -57,7 +57,7 @@ NETWORK = (
     ),
     ("PATTERN-VALUE", "network", "network.network_reg_dims = {'.*' = 0}", "network.network_reg_dims = {'.*' = 1}"),
     (
-        "NETWORK-RATE-WITHOUT-MODULES",
+        "NETWORK-RATE-ZERO",
         "network.network_reg_lrs",
         "network.network_reg_lrs = {'.*' = 0}",
         "network.network_reg_lrs = {'.*' = 1e-5}",

@@ -52,12 +52,17 @@ CASES = (
         "dataset.network_multiplier = 1",
     ),
     (
-        "DATASET-SUBSET-TWICE",
+        "DATASET-FOLDER-TWICE",
         "datasets.subsets.image_dir",
         "dataset.subsets = [{image_dir = 'a'}, {image_dir = './a'}]",
         "dataset.subsets = [{image_dir = 'a'}, {image_dir = 'a', is_reg = true}]",
     ),
-    ("DATASET-NO-FOLDER", "datasets.subsets.image_dir", "subset.image_dir = -", "subset.metadata_file = 'meta.json'"),
+    (
+        "SUBSET-WITHOUT-FOLDER",
+        "datasets.subsets.image_dir",
+        "subset.image_dir = -",
+        "subset.metadata_file = 'meta.json'",
+    ),
     (
         "REGULARISATION-ONLY",
         "datasets.subsets.is_reg",
@@ -85,7 +90,7 @@ CASES = (
     ("LATENTS-NOT-CACHED", "datasets.subsets.random_crop", "general.random_crop = true", "subset.random_crop = false"),
     ("LATENTS-NOT-CACHED", "datasets.subsets.color_aug", "subset.color_aug = true", "subset.color_aug = false"),
     (
-        "CAPTIONS-ALL-EMPTY",
+        "CAPTIONS-ALL-DROPPED",
         "datasets.subsets.caption_dropout_rate",
         "general.caption_dropout_rate = 1",
         "general.caption_dropout_rate = 0.1",

@@ -64,7 +64,7 @@ def test_nothing_is_left_of_what_does_not_read_back(tmp_path: Path, spelling: st
     written = write_adapter(one, ANIMA, spelling)
     with pytest.raises(FileError) as caught:
         put_written(tmp_path / "new" / "a", written, Expected(other, ANIMA), Report("test"))
-    assert caught.value.code == "READ-BACK" and caught.value.evidence["error"] == pytest.approx(0.5)
+    assert caught.value.code == "FILE-READ-BACK" and caught.value.evidence["error"] == pytest.approx(0.5)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finitune.device.attention_backends import BY_ITSELF, Backend, half_backends, installed_backends, sdpa_backends
-from finitune.device.attention_bench import FEWEST, Layer, Pass, measure, passes
+from finitune.device.measuring.attention import BY_ITSELF, Backend, half_backends, installed_backends, sdpa_backends
+from finitune.device.measuring.attention_bench import FEWEST, Layer, Pass, measure, passes
 from finitune.journeys import bench
 from finitune.journeys.bench import Request, chosen, layers_of, run, table_of, tell
 from finitune.report import Level, Report

@@ -14,6 +14,7 @@ from finitune.namings.blocks import doubtful_blocks
 from finitune.namings.metadata import RECEIPT, Receipt
 from finitune.namings.write import write_adapter
 
+DOUBT = "BLOCKS-OF-SMALLER-MODEL"
 ANIMA = next(model for model in MODELS if model.name == "anima")
 
 
@@ -28,7 +29,7 @@ def test_only_an_adapter_that_ends_where_the_smaller_model_does_is_doubtful(adap
     found = doubtful_blocks(blocks(adapter), blocks(model), ANIMA, {})
     assert bool(found) is asked
     if found:
-        assert found[0].code == "ADAPTER-BLOCKS" and '--blocks "28 to 40"' in found[0].remedy
+        assert found[0].code == DOUBT and '--blocks "28 to 40"' in found[0].remedy
 
 
 def test_a_file_that_was_renumbered_is_believed():
@@ -42,9 +43,9 @@ def test_whoever_names_the_larger_model_is_asked(tmp_path):
     written = write_adapter(adapter, ANIMA, "kohya")
     save_tensors(tmp_path / "small.safetensors", written.tensors, written.metadata)
     larger = Model(ANIMA, dict.fromkeys(blocks(40), (4, 4)))
-    assert "ADAPTER-BLOCKS" in [finding.code for finding in read_for(tmp_path / "small.safetensors", larger).findings]
+    assert DOUBT in [finding.code for finding in read_for(tmp_path / "small.safetensors", larger).findings]
     request = Request(
         file=tmp_path / "small.safetensors", to="kohya", blocks="28 to 40", out=tmp_path / "large.safetensors"
     )
     assert run(request).ok
-    assert not [f for f in read_for(tmp_path / "large.safetensors", larger).findings if f.code == "ADAPTER-BLOCKS"]
+    assert not [f for f in read_for(tmp_path / "large.safetensors", larger).findings if f.code == DOUBT]

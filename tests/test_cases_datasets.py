@@ -275,7 +275,7 @@ def test_dat_11_a_numbered_folder_in_place_of_its_parent(tmp_path: Path):
     inner = saved(tmp_path / "img" / "10_sks" / "a.png").parent
     finding = found(datasets_of_folder(inner, {})[1], "DATASET-FOLDER-LEVEL")
     assert finding.level is Level.ERROR and f"train_data_dir = '{inner.parent}'" in finding.remedy
-    typo = found(scanned(tmp_path / "imgs"), "DATASET-NO-FOLDER")
+    typo = found(scanned(tmp_path / "imgs"), "DATASET-FOLDER-MISSING")
     assert "Did you mean 'img'?" in typo.remedy
 
 

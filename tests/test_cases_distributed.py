@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finitune.device.nccl import explain
+from finitune.device.peers.nccl import explain
 from finitune.journeys.doctor_distributed import NCCL_TIMEOUT_S, caching_outlasts, run
 from finitune.progress import Silent
 from finitune.report import Level, Report

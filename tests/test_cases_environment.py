@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from finitune.device import reading_packages
 from finitune.device.environment import Environment
 from finitune.device.hardware import advise
+from finitune.device.reading import packages as installed
 from finitune.device.rules import examine
-from finitune.device.rules_devices import examine_processes
-from finitune.device.rules_torch import blindness
+from finitune.device.rules.devices import examine_processes
+from finitune.device.rules.pytorch import blindness
 from finitune.report import Finding, Level
 from tests import environments as made
 
@@ -125,9 +125,9 @@ def test_env_04_read_from_metadata_and_explained(tmp_path: Path, monkeypatch: py
         json.dumps({"version": {"cuda": 1108, "torch": "2.0.1+cu118"}, "env": {}})
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    package = reading_packages.read_package("xformers")
+    package = installed.read_package("xformers")
     assert package is not None and package.built_torch == "2.0.1+cu118" and "xformers" not in sys.modules
-    assert (reading_packages.read_package("torch") or package).version == "2.1.0+cu118"
+    assert (installed.read_package("torch") or package).version == "2.1.0+cu118"
     environment = made.machine(made.RTX_3090, torch="2.1.0+cu118", packages={"xformers": package, "numpy": "1.26.4"})
     finding = found(environment, "EXTENSION-OTHER-TORCH")
     assert finding.evidence["built_for"] == "torch 2.0.1 CUDA 11.8" and finding.evidence["torch"] == "2.1.0+cu118"
@@ -143,7 +143,7 @@ def test_env_04_one_torch_and_one_cuda(torch: str, told: bool):
 def test_env_04_missing_metadata_is_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "xformers-0.0.22.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    package = reading_packages.read_package("xformers")
+    package = installed.read_package("xformers")
     assert package is not None and package.version == ""
     assert found(made.machine(made.RTX_3090, packages={"xformers": package}), "PACKAGE-DAMAGED").subject == "xformers"
 
@@ -214,8 +214,8 @@ def test_ddp_03_one_card_and_new_drivers_are_left_alone():
 @pytest.mark.parametrize(
     ("gpus", "processes", "code"),
     [
-        (1, 2, "PROCESSES-SHARE-GPU"),
-        (2, 3, "PROCESSES-SHARE-GPU"),
+        (1, 2, "GPUS-TOO-FEW"),
+        (2, 3, "GPUS-TOO-FEW"),
         (2, 2, None),
         (2, 1, "GPUS-IDLE"),
         (2, 0, "PROCESSES-NONE"),
@@ -235,7 +235,7 @@ def test_blk_03_a_dtype_that_is_wrong_is_not_chosen():
     """On an accelerator that returns zeros in one dtype, the verdict falls back to the next."""
     import torch
 
-    from finitune.device.measure import PRODUCT, measure_device
+    from finitune.device.measuring.measurements import PRODUCT, measure_device
     from finitune.journeys.doctor import verdict
     from finitune.progress import Silent
 

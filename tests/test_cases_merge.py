@@ -360,6 +360,6 @@ def test_mrg_09_a_full_disk_is_found_before_a_byte_is_written(tmp_path: Path, mo
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**12, used=0, free=10**6))
     before = sorted(tmp_path.iterdir())
     report = merged(base, adapter, out=tmp_path / "new" / "out.safetensors")
-    said = found(report, "MERGE-DISK").evidence
+    said = found(report, "DISK-FULL").evidence
     assert report.exit_code == 1 and sorted(tmp_path.iterdir()) == before
     assert said["free_bytes"] == 10**6 and 64 * 256 * 256 * 2 < said["needed_bytes"] < 64 * 256 * 256 * 2 + 20_000

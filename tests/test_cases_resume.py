@@ -17,6 +17,7 @@ from finitune.journeys.training import Prepared
 from finitune.report import Level
 from finitune.training import arithmetic, events
 from tests.training_made import (
+    FEW,
     FEW_BLOCKS,
     Outcome,
     Workplace,
@@ -30,7 +31,13 @@ from tests.training_made import (
 
 __all__ = ["a_model_that_is_read_once", "a_workplace", "meddling_with_runs", "one_cache"]
 
-FEW = {"only_patterns": FEW_BLOCKS}
+PREVIEWED = {
+    "network": FEW,
+    "training": {"max_train_steps": 10},
+    "preview": {"sample_every_n_steps": 5, "sample_prompts": ["a pear"]},
+    "saving": {"save_every_n_steps": 5},
+}
+"""Ten steps, with a picture and a file at every fifth."""
 
 
 def resumed(workplace: Workplace, **sections: Any) -> Outcome:
@@ -133,10 +140,7 @@ def test_res_04_a_failing_preview_is_a_warning_after_the_file(
 
     monkeypatch.setattr(train_files.Preview, "__call__", fail)
     outcome = workplace.train(
-        network=FEW,
-        training={"max_train_steps": 10},
-        preview={"sample_every_n_steps": 5, "sample_prompts": ["a pear"]},
-        saving={"save_every_n_steps": 5},
+        **PREVIEWED,
     )
     (finding,) = outcome.findings("PREVIEW-FAILED")
     assert saved_before == [True]
@@ -158,10 +162,7 @@ def test_res_04_an_interrupted_preview_leaves_the_file_of_its_step(
 
     monkeypatch.setattr(train_files.Preview, "__call__", interrupt)
     config = workplace.config(
-        network=FEW,
-        training={"max_train_steps": 10},
-        preview={"sample_every_n_steps": 5, "sample_prompts": ["a pear"]},
-        saving={"save_every_n_steps": 5},
+        **PREVIEWED,
     )
     with asked_to_stop(), pytest.raises(KeyboardInterrupt):
         trained(config)

@@ -118,8 +118,8 @@ def test_a_model_is_scanned_tensor_by_tensor(tmp_path: Path):
     tensors["patch_embed.proj.weight"][0, 0] = float("nan")
     save_tensors(tmp_path / "m.safetensors", tensors)
     report = checked(tmp_path / "m.safetensors")
-    assert report.exit_code == 1 and {"MODEL-NONFINITE", "WEIGHTS-BEYOND-FP16"} <= codes(report)
-    (broken,) = [finding for finding in report.findings if finding.code == "MODEL-NONFINITE"]
+    assert report.exit_code == 1 and {"WEIGHT-NONFINITE", "WEIGHTS-BEYOND-FP16"} <= codes(report)
+    (broken,) = [finding for finding in report.findings if finding.code == "WEIGHT-NONFINITE"]
     assert broken.subject == "patch_embed.proj.weight" and broken.evidence == {"nan": 1, "inf": 0, "first": [0, 0]}
 
 

@@ -228,7 +228,7 @@ SAID = (
     ({"algo": "glora", "dora_wd": "True"}, "LYCORIS-NO-EFFECT", "dora_wd", Level.WARNING),
     ({"algo": "glora", "use_tucker": "True"}, "LYCORIS-NO-EFFECT", "use_tucker", Level.NOTE),
     ({"algo": "lokr", "dropout": "0.1"}, "LYCORIS-NO-EFFECT", "dropout", Level.WARNING),
-    ({"algo": "loha", "loraplus_lr_ratio": "4"}, "LYCORIS-LORAPLUS", "loraplus_lr_ratio", Level.WARNING),
+    ({"algo": "loha", "loraplus_lr_ratio": "4"}, "LYCORIS-NO-EFFECT", "loraplus_lr_ratio", Level.WARNING),
     ({"algo": "lora", "use_tucker": "no"}, "LYCORIS-BOOL", "network_args", Level.WARNING),
     ({"algo": "lora", "train_norm": "0"}, "LYCORIS-BOOL", "network_args", Level.WARNING),
     ({"algo": "lokr", "decompose_both": "False"}, "LYCORIS-BOOL", "decompose_both", Level.WARNING),

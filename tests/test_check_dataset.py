@@ -99,7 +99,7 @@ def test_dat_03_to_05_odd_pictures_are_told(tmp_path: Path):
     kinds = {finding.subject for finding in report.findings if finding.code == "PICTURE-NOTE"}
     assert kinds == {"transparent", "several frames", "CMYK", "16 bits"}
     assert told(report, "PICTURE-TURNED").evidence["count"] == 1
-    assert told(report, "PICTURE-FLAT").evidence["first"] == [f"{tmp_path.name}/clear.png"]
+    assert told(report, "DATASET-PICTURE-FLAT").evidence["first"] == [f"{tmp_path.name}/clear.png"]
 
 
 def test_dat_07_damaged_pictures_and_bombs_are_errors(tmp_path: Path):

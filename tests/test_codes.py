@@ -163,7 +163,7 @@ def test_a_page_with_an_unknown_or_a_missing_key_is_refused():
 
 
 def test_a_report_of_a_page_is_json():
-    told = json.loads(json.dumps(explain.run(explain.Request(code="picture-flat")).as_json()))
+    told = json.loads(json.dumps(explain.run(explain.Request(code="merge-unmatched")).as_json()))
     assert told["ok"] and told["figures"]["level"] == ["error", "warning"]
 
 
@@ -186,7 +186,7 @@ def test_the_pages_are_read_without_heavy_imports():
         ("report.add(Level.NOTE, 'FITS', '')", {("FITS", "note")}),
         ("Finding(WARNING, 'A-B', '')", {("A-B", "warning"), ("A-B", "")}),
         ("Rule('WSL', Level.NOTE, 'system')", {("WSL", "note")}),
-        ("report.add(Level.NOTE if x else Level.ERROR, 'CURE', '')", {("CURE", "")}),
+        ("report.add(Level.NOTE if x else Level.ERROR, 'FITS', '')", {("FITS", "")}),
         ("seen.add('PNG'); Finding(level, code, 'WSL'); Rule('CPU', 'cpu', 'fp32')", set()),
         ("report.add(level, 'C-D' if x else 'E-F', '')", {("C-D", ""), ("E-F", "")}),
         ("code = known.get(kind, 'USAGE')", {("USAGE", "")}),

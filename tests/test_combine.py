@@ -342,5 +342,5 @@ def test_a_file_that_does_not_read_back_is_not_left(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("finitune.merging.adapterfile.write_adapter", forgetful)
     with pytest.raises(FileError) as caught:
         add_up((file, 1.0), out=tmp_path / "out.safetensors")
-    assert caught.value.code == "READ-BACK" and caught.value.evidence["error"] == pytest.approx(0.01, rel=1e-3)
+    assert caught.value.code == "FILE-READ-BACK" and caught.value.evidence["error"] == pytest.approx(0.01, rel=1e-3)
     assert [path.name for path in tmp_path.iterdir()] == ["in.safetensors"]

@@ -370,6 +370,6 @@ def test_a_write_that_does_not_read_back_leaves_what_was_there(tmp_path, monkeyp
     before = Path(good.artifacts["adapter"]).read_bytes()
     monkeypatch.setattr("finitune.merging.adapterfile.change_error", lambda *_: 0.5)
     bad = convert(source, "comfy")
-    assert bad.exit_code == 1 and codes(bad) >= {"READ-BACK"} and not bad.artifacts
+    assert bad.exit_code == 1 and codes(bad) >= {"FILE-READ-BACK"} and not bad.artifacts
     assert Path(good.artifacts["adapter"]).read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "out-comfy.safetensors"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.datasets.course import Course, Step, unvaried, without
+from finitune.datasets.course import Course, Step, Variant, is_fixed, unvaried, variant_of, without
 from finitune.datasets.items import Appearance, Placement
 from finitune.errors import UsageError
 from tests.dataset_made import course_of, dataset_of, examples_of, subset_of
@@ -160,6 +160,62 @@ def test_captions_and_variants_are_all_that_the_run_shows():
     flipping = course_of(examples_of(FOLDER, subset_of(0, flip_aug=True), repeats=20))
     assert len(flipping.latent_variants(flipping.steps_per_epoch)) == 14
     assert len(flipping.latent_variants(1)) == 1
+
+
+def all_captions(course: Course, steps: int) -> dict[str, str]:
+    """The slow twin: every appearance of every step."""
+    found = {"": ""}
+    for one in shown(tuple(course.between(0, steps))):
+        found.setdefault(one.caption, course.examples[one.example].name)
+    return found
+
+
+def all_variants(course: Course, steps: int) -> list[Variant]:
+    """The slow twin: every appearance of every step."""
+    every = shown(tuple(course.between(0, steps)))
+    return list(dict.fromkeys(variant_of(one) for one in every if is_fixed(course.examples[one.example])))
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "flip_aug": st.booleans(),
+        "random_crop": st.booleans(),
+        "shuffle_caption": st.booleans(),
+        "caption_variants": st.integers(0, 3),
+        "caption_dropout_rate": st.sampled_from([0.0, 0.4, 1.0]),
+        "caption_dropout_every_n_epochs": st.integers(0, 3),
+        "caption_tag_dropout_rate": st.sampled_from([0.0, 0.3]),
+        "token_warmup_step": st.sampled_from([0, 0.5, 7]),
+        "token_warmup_min": st.integers(1, 2),
+        "keep_tokens": st.integers(0, 2),
+    }
+)
+
+
+@given(OPTIONS, OPTIONS, st.integers(1, 3), st.integers(0, 40))
+@settings(deadline=None, max_examples=40)
+def test_what_is_to_be_encoded_is_what_every_single_step_would_tell(first, second, repeats: int, steps: int):
+    examples = examples_of(FOLDER, subset_of(0, **first), repeats)
+    course = course_of([*examples, *examples_of(Path("1_other"), subset_of(1, **second))], [dataset_of()] * 2, steps=40)
+    assert list(course.captions(steps).items()) == list(all_captions(course, steps).items())
+    assert list(course.latent_variants(steps)) == all_variants(course, steps)
+
+
+def test_a_million_steps_are_not_walked_where_nothing_new_can_come():
+    options = {"flip_aug": True, "shuffle_caption": True, "caption_variants": 4, "token_warmup_step": 30}
+    course = course_of(examples_of(FOLDER, subset_of(0, **options), repeats=2), steps=1_000_000)
+    walked = Counter[int]()
+
+    class Watched(Course):
+        def shown(self, steps: int):
+            for one in super().shown(steps):
+                walked[one[2]] += 1
+                yield one
+
+    watched = Watched(**{name: getattr(course, name) for name in course.__dataclass_fields__})
+    assert watched.captions(1_000_000) == all_captions(course, 200)
+    assert list(watched.latent_variants(1_000_000)) == all_variants(course, 200)
+    assert max(walked) < 200
 
 
 def test_a_warm_up_follows_the_steps():

@@ -107,7 +107,7 @@ def test_more_processes_than_gpus_are_not_started(count: int, monkeypatch: pytes
     monkeypatch.setattr(doctor_distributed, "run", lambda n, report, progress: started.append(n))
     report = doctor.run(doctor.Request(quick=True, distributed=count))
     codes = [finding.code for finding in report.findings]
-    assert started == ([2] if count == 2 else []) and ("PROCESSES-SHARE-GPU" in codes) is (count == 3)
+    assert started == ([2] if count == 2 else []) and ("GPUS-TOO-FEW" in codes) is (count == 3)
 
 
 def test_a_run_without_a_bundle_is_refused(tmp_path: Path):

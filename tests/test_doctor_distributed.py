@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.device import nccl, peers
-from finitune.device.peers import STAGES, STARTED, SUMS, Spec
-from finitune.device.rendezvous import Meeting, Peer
+from finitune.device.peers import nccl
+from finitune.device.peers.peer import STAGES, STARTED, SUMS, Spec, identity, shared
+from finitune.device.peers.rendezvous import Meeting, Peer
 from finitune.errors import UsageError
 from finitune.journeys.doctor_distributed import WITHOUT, findings, judge, run
 from finitune.progress import Silent
@@ -81,14 +81,15 @@ def test_one_device_for_two_is_found_before_nccl(played: dict[str, Report]):
 
 def test_nobody_is_left_behind(played: dict[str, Report]):
     assert len(played) == len(SCENES)
-    left = [child for child in psutil.Process().children(recursive=True) if "finitune.device.peers" in child.cmdline()]
+    children = psutil.Process().children(recursive=True)
+    left = [child for child in children if "finitune.device.peers.peer" in child.cmdline()]
     assert not left
 
 
 def test_a_process_ends_when_whoever_started_it_has_gone():
     program = (
         "import threading, time\n"
-        "from finitune.device.peers import end_with_input\n"
+        "from finitune.device.peers.peer import end_with_input\n"
         "threading.Thread(target=end_with_input, daemon=True).start()\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"
@@ -243,9 +244,9 @@ def test_every_partial_sum_is_exact_in_every_dtype(world: int):
 
 
 def test_a_device_that_is_shared_is_found():
-    assert peers.shared([["a", "x"], ["b", "x"], ["a", "x"]]) == {"a": [0, 2]}
-    assert peers.shared([["a", "x"], ["b", "x"]]) == {}
-    assert peers.identity(Spec(3, 4, 1, "cpu", 1.0)) == "process 3"
+    assert shared([["a", "x"], ["b", "x"], ["a", "x"]]) == {"a": [0, 2]}
+    assert shared([["a", "x"], ["b", "x"]]) == {}
+    assert identity(Spec(3, 4, 1, "cpu", 1.0)) == "process 3"
 
 
 # --- NCCL's words ---------------------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from finitune.device import reading, reading_packages, reading_torch
+from finitune.device import reading
 from finitune.device.environment import Environment
-from finitune.device.nccl_names import REAL
+from finitune.device.reading import packages, pytorch
 from finitune.device.rules import TABLES, examine
-from finitune.device.rules_packages import BAD_PAIRS, FLOORS, among
-from finitune.device.rules_variables import VARIABLES
+from finitune.device.rules.nccl_names import REAL
+from finitune.device.rules.packages import BAD_PAIRS, FLOORS, among
+from finitune.device.rules.variables import VARIABLES
 from finitune.report import Level
 from tests.environments import ROWS, Row, machine
 
@@ -101,7 +102,7 @@ def test_this_machine_against_independent_sources():
 def test_reading_packages_imports_none():
     program = (
         "import sys\n"
-        "from finitune.device.reading_packages import read_packages\n"
+        "from finitune.device.reading.packages import read_packages\n"
         "assert len(read_packages()) > 5\n"
         "sys.exit(bool({'torch', 'diffusers', 'numpy', 'xformers', 'transformers'} & set(sys.modules)))\n"
     )
@@ -146,18 +147,18 @@ def test_cards_as_nvidia_smi_tells_them(monkeypatch: pytest.MonkeyPatch):
         "NVIDIA GeForce RTX 3060, GPU-1a, 580.95.05, 8.6, 12288, 11000, [N/A], [N/A]\n"
         "NVIDIA A100-SXM4-40GB, GPU-2b, 580.95.05, 8.0, 40960, 40000, Enabled, Enabled\n"
     )
-    monkeypatch.setattr(reading_torch, "output_of", lambda program, *_: said)
-    driver = reading_torch.read_driver()
+    monkeypatch.setattr(pytorch, "output_of", lambda program, *_: said)
+    driver = pytorch.read_driver()
     assert driver.version == "580.95.05" and [card.capability for card in driver.cards] == [(8, 6), (8, 0)]
     assert [(card.mig, card.ecc) for card in driver.cards] == [(False, None), (True, True)]
     assert driver.cards[0].total_bytes == 12288 << 20
 
 
 def test_a_program_that_fails_or_hangs_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reading_torch, "SECONDS", 0.2)
-    assert reading_torch.output_of("no-such-program") == ""
-    assert reading_torch.output_of(sys.executable, "-c", "import time; time.sleep(5)") == ""
-    assert reading_torch.output_of(sys.executable, "-c", "print(1); raise SystemExit(3)") == ""
+    monkeypatch.setattr(pytorch, "SECONDS", 0.2)
+    assert pytorch.output_of("no-such-program") == ""
+    assert pytorch.output_of(sys.executable, "-c", "import time; time.sleep(5)") == ""
+    assert pytorch.output_of(sys.executable, "-c", "print(1); raise SystemExit(3)") == ""
 
 
 def test_what_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -189,7 +190,7 @@ def test_graphics_cards_on_the_bus(tmp_path: Path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "class").write_text(kind)
         (tmp_path / name / "vendor").write_text(vendor)
-    assert reading_torch.read_bus(tmp_path) == ("amd", "nvidia")
+    assert pytorch.read_bus(tmp_path) == ("amd", "nvidia")
 
 
 def test_metadata_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -200,15 +201,15 @@ def test_metadata_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "sageattention-1.0.6.dist-info").mkdir()  # without METADATA
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    xformers = reading_packages.read_package("xformers")
+    xformers = packages.read_package("xformers")
     assert xformers and xformers.requires == ("torch (==2.0.1)",) and xformers.homes == ("PYTHONPATH",)
     assert (xformers.built_torch, xformers.built_cuda) == ("2.0.1+cu118", "11.8")
     assert xformers.built_archs == ("7.0", "8.6+PTX")
-    sage = reading_packages.read_package("sageattention")
+    sage = packages.read_package("sageattention")
     assert sage and sage.version == ""
-    assert reading_packages.read_package("flash-attn") is None
+    assert packages.read_package("flash-attn") is None
     (tmp_path / "xformers" / "cpp_lib.json").write_text("[]")
-    assert reading_packages.read_package("xformers") == replace(xformers, built_torch="", built_cuda="", built_archs=())
+    assert packages.read_package("xformers") == replace(xformers, built_torch="", built_cuda="", built_archs=())
 
 
 def fake_package(folder: Path, name: str, version: str, more: str = "") -> None:
@@ -226,5 +227,5 @@ def test_devices_are_read_with_what_the_driver_tells(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
-    (device,) = reading_torch.read_devices(driver)
+    (device,) = pytorch.read_devices(driver)
     assert device.free_bytes == driver.cards[0].free_bytes and device.facts.capability == (7, 5)

@@ -55,6 +55,7 @@ def actions(guard: Guard, evidence: list[Evidence]) -> list[Action]:
         (bad(0, *NAMES), QUARANTINE, "a.png, b.png, c.png, d.png alone"),
         (bad(weights_finite=False, where="x.up, element 0: inf"), ROLLBACK, "weight of the adapter .*x.up"),
         (bad(0, "a.png", weights_finite=False), ROLLBACK, "weight of the adapter"),
+        (bad(0, "a.png", adapter_sound=False, where="it is before"), ROLLBACK, "the loss is not .*it is before"),
         (bad(base_finite=False, where="x.weight, element 3: nan"), STOP, "weight of the base model .*x.weight"),
         (bad(0, "a.png", weights_finite=False, base_finite=False), STOP, "weight of the base model"),
     ],
@@ -166,7 +167,7 @@ def test_quarantine_can_be_switched_off():
 # --- all processes together ------------------------------------------------------------------------------------------
 
 
-FLAGS = ("loss_finite", "gradient_finite", "weights_finite", "base_finite")
+FLAGS = ("loss_finite", "gradient_finite", "weights_finite", "base_finite", "adapter_sound")
 
 
 @pytest.mark.parametrize("flag", FLAGS)

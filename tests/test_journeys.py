@@ -56,7 +56,7 @@ def codes(report):
 def test_plain_half_is_black_and_says_so(tmp_path):
     out = tmp_path / "apple.png"
     report = generate.run(generate.Request(model="pico-anima", precision="raw-half", steps=STEPS, out=out))
-    assert report.exit_code == 1 and "NONFINITE-LATENTS" in codes(report)
+    assert report.exit_code == 1 and "LATENTS-NONFINITE" in codes(report)
     assert f"finitune diagnose pico-anima --steps {STEPS} --precision raw-half" in report.findings[-1].remedy
     suspect = tmp_path / "apple.suspect.png"
     assert report.artifacts == {"picture": str(suspect)} and not out.exists()
@@ -198,7 +198,7 @@ def test_demo_tells_the_story_on_one_page(tmp_path):
 
 WRONG = {
     "empty prompt": (["generate", "pico-anima", "--prompt", " "], 2, "PROMPT-EMPTY"),
-    "size": (["generate", "pico-anima", "--size", "72x64"], 2, "SIZE-NOT-MULTIPLE-OF-16"),
+    "size": (["generate", "pico-anima", "--size", "72x64"], 2, "SIDE-NOT-MULTIPLE"),
     "size text": (["generate", "pico-anima", "--size", "big"], 2, "SIZE-UNREADABLE"),
     "negative seed": (["generate", "pico-anima", "--seed", "-1"], 2, "SEED-OUT-OF-RANGE"),
     "no steps": (["generate", "pico-anima", "--steps", "0"], 2, "STEPS-TOO-FEW"),

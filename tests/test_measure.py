@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from finitune.device.attention_backends import (
+from finitune.device.measuring.attention import (
     GRADIENTS,
     Backend,
     both_ways,
@@ -24,10 +24,10 @@ from finitune.device.attention_backends import (
     sdpa_backends,
     written_out,
 )
-from finitune.device.measure import Measurements, measure_device
-from finitune.device.measure_findings import MASKED_ROW, findings
-from finitune.device.measure_operations import CONVOLUTION, PRODUCT, SCALED, SPARED, SWITCHES, copies, missing, only
-from finitune.device.measure_trial import ALLOWED, DTYPES, Row, check, deviation, quiet, seconds_of, timed
+from finitune.device.measuring.findings import MASKED_ROW, findings_of
+from finitune.device.measuring.measurements import Measurements, measure_device
+from finitune.device.measuring.operations import CONVOLUTION, PRODUCT, SCALED, SPARED, SWITCHES, copies, missing, only
+from finitune.device.measuring.trial import ALLOWED, DTYPES, Row, check, deviation, quiet, seconds_of, timed
 from finitune.numerics.half import half_linear
 from finitune.progress import Silent
 from finitune.report import Finding, Level, plain
@@ -41,7 +41,7 @@ def codes(found: list[Finding]) -> list[str]:
 
 
 def found_in(*rows: Row, on_cpu: bool = False) -> list[Finding]:
-    return findings(rows, {}, on_cpu=on_cpu)
+    return findings_of(rows, {}, on_cpu=on_cpu)
 
 
 def rated(dtype: str, rate: float, best: float | None = None, **other) -> Row:
@@ -156,7 +156,7 @@ def test_dty_05_coverage_is_tried_and_not_believed():
         lacking = missing(CPU, dtype)
         assert {"svd", "inverse"} <= set(lacking) <= set(SPARED)
         assert all(lacking.values())
-    found = findings([], {"fp16": {"silu": "not implemented for 'Half'"}}, on_cpu=True)
+    found = findings_of([], {"fp16": {"silu": "not implemented for 'Half'"}}, on_cpu=True)
     assert codes(found) == ["DEVICE-OP-MISSING"] and found[0].level is Level.WARNING
 
 
@@ -251,9 +251,9 @@ def test_the_fastest_sample_decides_where_the_machine_is_busy():
 
 
 def test_a_cpu_that_others_want_is_told_though_all_samples_are_alike():
-    (finding,) = findings([rated("fp32", 1.0)], {}, on_cpu=True, load=3.0)
+    (finding,) = findings_of([rated("fp32", 1.0)], {}, on_cpu=True, load=3.0)
     assert finding.code == "DEVICE-BUSY" and finding.evidence == {"fastest_to_median": 1.0, "load_per_core": 3.0}
-    assert not findings([rated("fp32", 1.0)], {}, on_cpu=True, load=1.0)
+    assert not findings_of([rated("fp32", 1.0)], {}, on_cpu=True, load=1.0)
 
 
 def test_tf32_is_noticed_and_is_no_fault():

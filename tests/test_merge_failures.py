@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,8 +20,8 @@ __all__ = ["a_base", "a_lora"]  # fixtures
 
 def test_too_little_space_is_told_before(base, lora, monkeypatch):
     usage = type("Usage", (), {"free": 1000})()
-    monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage)
-    report = refused("MERGE-DISK", base, lora)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    report = refused("DISK-FULL", base, lora)
     assert report.findings[-1].evidence["free_bytes"] == 1000
 
 
@@ -107,7 +108,7 @@ def test_a_wrong_byte_is_found_before_the_file_is_put_in_place(base, lora, monke
         return results
 
     monkeypatch.setattr(output, "in_lanes", then_spoil)
-    refused("MERGE-READBACK", base, lora)
+    refused("FILE-READ-BACK", base, lora)
 
 
 def test_a_source_that_changes_meanwhile_is_an_error(base, lora, monkeypatch):

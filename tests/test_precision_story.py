@@ -145,7 +145,7 @@ def test_weights_that_do_not_fit_have_the_last_word():
     assert {line.precision: line.verdict for line in card.lines}["fp32"] == "does not fit"
     assert "FP16-GOES-WRONG" in codes
     nowhere = tell(FAMILY["anima"], facts("GTX 1050"), two_billion)
-    assert nowhere.choice == "" and "MODEL-DOES-NOT-FIT" in {f.code for f in findings_of(nowhere, "m")}
+    assert nowhere.choice == "" and "GPU-TOO-SMALL" in {f.code for f in findings_of(nowhere, "m")}
 
 
 def test_weights_that_leave_the_range_are_wrong_in_plain_fp16_whatever_the_family():
@@ -156,10 +156,10 @@ def test_weights_that_leave_the_range_are_wrong_in_plain_fp16_whatever_the_famil
 def test_the_misleading_answer_about_bf16_is_told_where_it_is_given():
     for card, emulated in (("T4", True), ("V100", True), ("P40", True), ("3060", False), ("M2", False)):
         found = {f.code: f for f in findings_of(tell(FAMILY["anima"], facts(card)), "m")}
-        assert ("GPU-BF16-EMULATED" in found) is emulated
+        assert ("BF16-EMULATED" in found) is emulated
         if emulated:
-            assert "is_bf16_supported() says True" in found["GPU-BF16-EMULATED"].message
-            assert found["GPU-BF16-EMULATED"].level is Level.WARNING
+            assert "is_bf16_supported() says True" in found["BF16-EMULATED"].message
+            assert found["BF16-EMULATED"].level is Level.WARNING
 
 
 def test_each_hazard_has_a_source_and_each_family_a_hazard():
@@ -178,8 +178,8 @@ def test_check_tells_it_for_a_model_a_family_and_an_adapter():
     numbers = report.figures["numbers"]
     assert isinstance(numbers, int)
     assert precision["precisions"]["fp32"]["weight_bytes"] == 4 * numbers
-    assert {"GPU-BF16-EMULATED", "FP16-GOES-WRONG", "GPU-PRECISION"} <= {f.code for f in report.findings}
+    assert {"BF16-EMULATED", "FP16-GOES-WRONG", "GPU-PRECISION"} <= {f.code for f in report.findings}
     both = check.run(Request(paths=(Path("anima"), Path("sdxl")), gpu="t4"))
     codes = [finding.code for finding in both.findings]
-    assert codes.count("GPU-BF16-EMULATED") == 1, "what is of the card is said once"
+    assert codes.count("BF16-EMULATED") == 1, "what is of the card is said once"
     assert codes.count("FP16-GOES-WRONG") == 2 and both.ok

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from finitune.errors import FileError, UsageError
 from finitune.progress import Progress, Silent
-from finitune.render import in_order, printable, spelled, verdict
+from finitune.render import in_order, numbers, printable, spelled, verdict
 from finitune.render.html import Page, Picture
 from finitune.render.svg import BEYOND, FITS, FP16_MAX, LogAxis, RangeBar, range_chart
 from finitune.render.terminal import Bars, show
@@ -222,3 +222,7 @@ def test_axis_keeps_order_and_powers_of_two_are_even(values: list[float]):
     middle = 2.0 ** ((axis.low + axis.high) / 2)
     assert axis.x(middle) == pytest.approx((axis.x(0.0) + axis.x(math.inf)) / 2)
     assert len(LogAxis(-2, 17).decades()) >= 2 and len(axis.decades()) <= 9
+
+
+def test_lists_of_records_are_left_to_the_message():
+    assert numbers({"step": 3, "faults": [{"code": "A"}, {"code": "B"}], "names": ["a", "b"]}) == "step 3, names a, b"

@@ -307,4 +307,4 @@ def test_block_sizes_of_new_adapters(name: str, out: int, options: dict[str, flo
 def test_impossible_block_sizes_are_refused(name: str, out: int, asked: int):
     with pytest.raises(AdapterError) as caught:
         algorithm_of(name).init(Target(torch.zeros(out, 4), 8, options={"block_size": asked}), torch.Generator())
-    assert caught.value.code == "ADAPTER-BLOCKS" and "possible" in caught.value.remedy.lower()
+    assert caught.value.code == "ROTATION-BLOCK-SIZE" and "possible" in caught.value.remedy.lower()

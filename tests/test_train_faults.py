@@ -33,7 +33,7 @@ from finitune.training import events
 from finitune.training.guard import first_nonfinite
 from finitune.training.state import load_state
 from tests.training_made import (
-    FEW_BLOCKS,
+    FEW,
     Workplace,
     a_model_that_is_read_once,
     a_workplace,
@@ -45,7 +45,6 @@ from tests.training_made import (
 __all__ = ["a_model_that_is_read_once", "a_workplace", "meddling_with_runs", "one_cache"]
 
 NAN = math.nan
-FEW = {"only_patterns": FEW_BLOCKS}
 LONG = {
     "training": {"max_train_steps": 60, "train_batch_size": 4},
     "optimizer": {"learning_rate": 3e-3, "lr_scheduler": "cosine"},
@@ -343,3 +342,21 @@ def test_a_killed_training_leaves_whole_files_and_goes_on_to_the_same_bits(tmp_p
     found = json.loads(told.read_text())
     assert (found["good"], found["kills"], found["wrong"]) == (3, 3, [])
     assert found["ends_compared"] >= 1
+
+
+def test_pictures_are_not_blamed_for_a_rate_that_is_absurd(workplace: Workplace):
+    """Weights of 1e30 are finite, and what they make of good pictures is not: the way leads back, and to a stop."""
+    outcome = workplace.train(network=FEW, optimizer={"learning_rate": 1e30})
+    assert "GUARD-QUARANTINED" not in outcome.codes
+    (stop,) = (finding for finding in outcome.findings("GUARD-STOPPED") if finding.subject.startswith("step"))
+    assert "with the adapter of step" in stop.message and "rate" in stop.remedy
+    assert outcome.reason == "given up" and outcome.report.exit_code == 1
+    assert {back.to_step for back in outcome.of(events.RolledBack)} == {0}
+
+
+def test_a_bad_picture_is_still_told_from_an_adapter_that_went_too_far(workplace: Workplace, meddle):
+    """Both at once: what is not finite with the last good adapter, either, is left out, and the adapter goes back."""
+    meddle(in_a_picture)
+    outcome = workplace.train(network=FEW, optimizer={"learning_rate": 1e30}, guard={"max_rollbacks": 2})
+    assert len({finding.subject for finding in outcome.findings("GUARD-QUARANTINED")}) <= 1
+    assert len(outcome.of(events.RolledBack)) == 3 and outcome.reason == "given up"

@@ -17,7 +17,7 @@ from finitune.journeys.training import Prepared
 from finitune.training import events
 from finitune.training.state import load_state
 from tests.training_made import (
-    FEW_BLOCKS,
+    FEW,
     Workplace,
     a_model_that_is_read_once,
     a_workplace,
@@ -27,8 +27,6 @@ from tests.training_made import (
 )
 
 __all__ = ["a_model_that_is_read_once", "a_workplace", "meddling_with_runs", "one_cache"]
-
-FEW = {"only_patterns": FEW_BLOCKS}
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:

@@ -182,3 +182,23 @@ def test_a_kernel_has_a_rank_of_its_own():
     assert {name: (one.rank, one.alpha) for name, one in both.items()} == {"conv1": (4, 2.0), "conv2": (16, 16.0)}
     assert of_convolutions(conv_dim=0).keys() == {"conv2"}
     assert of_convolutions(network_dim=8)["conv1"].rank == 8
+
+
+@pytest.mark.parametrize("algorithm", ["lora", "loha", "glora"])
+def test_a_rank_above_the_smaller_side_is_told_with_numbers(algorithm: str):
+    options = {"algorithm": algorithm, "only_patterns": [r"blocks\.3\.(mlp\.layer1|cross_attn\.[kq]_proj)"]}
+    assert not chosen(**options, network_dim=1024).findings
+    (finding,) = chosen(**options, network_dim=1025).findings
+    assert (finding.level, finding.code) == (Level.WARNING, "NETWORK-RANK-ABOVE")
+    assert (finding.evidence["modules"], finding.evidence["rank"], finding.evidence["full_rank"]) == (1, 1025, 1024)
+    assert "1025" in finding.message and "attn2.to_k" in finding.message and "1024" in finding.remedy
+
+
+def test_a_kernel_counts_with_its_inputs():
+    (one,) = chosen(only_patterns=[r"blocks\.3\.mlp\.layer1"]).chosen
+    assert dataclasses.replace(one, shape=(64, 4, 3, 3)).full_rank == 36
+    assert dataclasses.replace(one, shape=(8, 4, 3, 3)).full_rank == 8
+
+
+def test_lokr_takes_a_large_rank_for_full_factors_and_is_not_warned():
+    assert not chosen(algorithm="lokr", network_dim=100_000, only_patterns=[r"blocks\.3\.mlp\.layer1"]).findings

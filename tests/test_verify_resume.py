@@ -111,7 +111,7 @@ def test_errors_are_told(workplace: Workplace, capsys: pytest.CaptureFixture[str
     path = workplace.folder / "train.toml"
     path.write_text(dump(workplace.config()))
     assert main(["verify-resume", str(path), "--steps", "1", "--json"]) == 2
-    assert '"STEPS-TOO-FEW"' in capsys.readouterr().out
+    assert '"RESUME-STEPS-TOO-FEW"' in capsys.readouterr().out
     for picture in workplace.pictures.iterdir():
         picture.unlink()
     assert main(["verify-resume", str(path), "--json"]) == 1

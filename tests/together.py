@@ -20,7 +20,7 @@ from typing import Any
 from finitune.errors import FinituneError
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 120
+SECONDS = 600
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ PICTURES = Path(__file__).parents[1] / "examples" / "emoji_style" / "pictures"
 COUNT = 8
 FEW_BLOCKS = [r"blocks\.[04]\.(self_attn|mlp)\..*"]
 """Twelve modules of two blocks."""
+FEW = {"only_patterns": FEW_BLOCKS}
 Kind = TypeVar("Kind", bound=events.Event)
 
 

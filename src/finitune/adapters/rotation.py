@@ -78,14 +78,14 @@ def with_rescale(adapter: SiteAdapter, change: Tensor, base: Tensor) -> Tensor:
 def block_size(algorithm: Algorithm, target: Target, dimension: int, sizes: Sequence[int], most: int) -> int:
     """The block size for a new rotation: the option `block_size`, or the largest of `sizes` up to `most`.
 
-    Where all of `sizes` are larger, the smallest. Raises AdapterError (ADAPTER-BLOCKS) where the asked one is not among
-    them, or there are none.
+    Where all of `sizes` are larger, the smallest. Raises AdapterError (ROTATION-BLOCK-SIZE) where the asked one is not
+    among them, or there are none.
     """
     asked = int(target.options.get("block_size", 0))
     if (asked and asked not in sizes) or not sizes:
         raise AdapterError(
             f"{algorithm.title} cannot cut {dimension} channels into blocks of {asked or 'any size'}",
-            code="ADAPTER-BLOCKS",
+            code="ROTATION-BLOCK-SIZE",
             evidence={"dimension": dimension, "block_size": asked, "possible": list(sizes)},
             remedy=f"Possible block sizes: {', '.join(map(str, sizes)) or 'none; leave this module out'}.",
         )

@@ -132,7 +132,7 @@ DATASETS = (
     ),
     Rule(
         WARNING,
-        "DATASET-SUBSET-TWICE",
+        "DATASET-FOLDER-TWICE",
         "datasets.subsets.image_dir",
         in_datasets(twice),
         "{folder} stands twice in {where}",
@@ -143,7 +143,7 @@ DATASETS = (
 SUBSETS = (
     Rule(
         ERROR,
-        "DATASET-NO-FOLDER",
+        "SUBSET-WITHOUT-FOLDER",
         "datasets.subsets.image_dir",
         in_subsets(lambda s, _: s.image_dir is None and s.metadata_file is None),
         "{where} names no folder",
@@ -197,7 +197,7 @@ SUBSETS = (
     ),
     Rule(
         WARNING,
-        "CAPTIONS-ALL-EMPTY",
+        "CAPTIONS-ALL-DROPPED",
         "datasets.subsets.caption_dropout_rate",
         in_subsets(lambda s, _: s.caption_dropout_rate == 1 or s.caption_dropout_every_n_epochs == 1),
         "every caption is dropped, so that nothing is learned about words ({where})",

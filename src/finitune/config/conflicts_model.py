@@ -162,7 +162,7 @@ NETWORK = (
     ),
     Rule(
         WARNING,
-        "NETWORK-RATE-WITHOUT-MODULES",
+        "NETWORK-RATE-ZERO",
         "network.network_reg_lrs",
         lambda c: any(rate == 0 for rate in c.network.network_reg_lrs.values()),
         "modules with a learning rate of 0 get an adapter that learns nothing",

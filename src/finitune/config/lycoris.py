@@ -194,7 +194,7 @@ TRUTHS = (
     ),
     Truth(
         WARNING,
-        "LYCORIS-LORAPLUS",
+        "LYCORIS-NO-EFFECT",
         "loraplus_lr_ratio",
         lambda g: g["loraplus_lr_ratio"] and g.algorithm not in ("", "lora", "locon") and named(g),
         "loraplus_lr_ratio has no effect with algo={algo} there, as no parameter is called lora_up; here it has",

@@ -16,6 +16,15 @@ from finitune.config.datasets import DatasetConfig, Rate, Section
 Precision = Literal["auto", "planned-half", "current-half", "bf16", "fp32"]
 Algorithm = Literal["lora", "loha", "lokr", "glora", "full", "ia3", "oft", "boft", "oft_v2"]
 Spelling = Literal["kohya", "comfy", "diffusers", "peft"]
+Schedule = Literal[
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "cosine_with_min_lr",
+]
 
 
 class ModelSection(Section):
@@ -149,15 +158,7 @@ class OptimizerSection(Section):
     """That of the text conditioner."""
     loraplus_lr_ratio: float | None = Field(default=None, gt=0)
     """LoRA+: how much larger the rate of up factors (LoHa: w2_a, LoKr: w1) is."""
-    lr_scheduler: Literal[
-        "constant",
-        "constant_with_warmup",
-        "linear",
-        "cosine",
-        "cosine_with_restarts",
-        "polynomial",
-        "cosine_with_min_lr",
-    ] = "constant"
+    lr_scheduler: Schedule = "constant"
     """The course of the learning rate."""
     lr_warmup_steps: float = Field(default=0.0, ge=0)
     """Optimiser steps of linear warm-up; below 1, the share of all steps."""

@@ -65,6 +65,18 @@ def final_caption(text: str, subset: ResolvedSubset, showing: Showing) -> str:
     return caption.strip()
 
 
+def way_of(subset: ResolvedSubset, time: int) -> int:
+    """Which of its `ways` a picture's caption is made in when it is shown for the `time`-th time, from 0."""
+    return variant_of(subset, time) if is_random(subset) else 0
+
+
+def ways(subset: ResolvedSubset) -> float:
+    """In how many ways a picture's caption can be made once a warm-up is over, but for being dropped; may be inf."""
+    if subset.caption_dropout_rate >= 1 or subset.caption_dropout_every_n_epochs == 1:
+        return 0
+    return (subset.caption_variants or math.inf) if is_random(subset) else 1
+
+
 def is_dropped(subset: ResolvedSubset, showing: Showing) -> bool:
     """Whether a caption is left out: by chance, or because the epoch's number, from 1, is a multiple."""
     every = subset.caption_dropout_every_n_epochs

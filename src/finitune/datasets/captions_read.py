@@ -18,6 +18,8 @@ OTHER_ENCODINGS = ("cp1251", "cp1250", "euc_kr", "big5", "euc_jp", "utf_16_le", 
 KNOWN_AS = {"cp932": "shift_jis"}
 SHOWN_CHARACTERS = 200
 SAVE_AS_UTF8 = "Save it as UTF-8."
+LARGEST_CAPTION = 256 << 10
+"""Bytes; the longest prompt that a text encoder reads is a hundredth of it."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,17 @@ def read_caption(path: Path) -> CaptionText:
     """The text of a UTF-8 file, with or without a byte order mark, any line ends.
 
     Findings: CAPTION-EMPTY, CAPTION-MOJIBAKE, CAPTION-LOST-CHARACTERS (warnings), CAPTION-CONTROL (note).
-    Raises FileError: CAPTION-ENCODING with the byte, a guess and the text that it gives; FILE-MISSING, FILE-UNREADABLE.
+    Raises FileError: CAPTION-ENCODING with the byte, a guess and the text that it gives; CAPTION-TOO-LARGE;
+    FILE-MISSING, FILE-UNREADABLE.
     """
-    size_of(path)
+    if (size := size_of(path)) > LARGEST_CAPTION:
+        raise FileError(
+            f"{path} has {size} bytes, which no caption has; the limit is {LARGEST_CAPTION}",
+            code="CAPTION-TOO-LARGE",
+            subject=str(path),
+            evidence={"size_bytes": size, "limit_bytes": LARGEST_CAPTION},
+            remedy="It is another file under a caption's name, or grew by mistake: put the caption in its place.",
+        )
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -53,11 +63,25 @@ def guess_of(data: bytes) -> tuple[str, str]:
     """The encoding that the bytes of a short text most likely have, and the text then; ("", "") where none fits."""
     from charset_normalizer import from_bytes
 
+    if is_utf8_with_zeros(data):
+        return "", ""
     for encodings in (LIKELY_ENCODINGS, OTHER_ENCODINGS):
         best = from_bytes(data, cp_isolation=list(encodings)).best()
         if best is not None:
             return KNOWN_AS.get(best.encoding, best.encoding), str(best)
     return "", ""
+
+
+def is_utf8_with_zeros(data: bytes) -> bool:
+    """Whether bytes are UTF-8 with a stray zero byte or two; in UTF-16 a quarter of Latin text and more is zeros."""
+    zeros = data.count(0)
+    if not zeros or 4 * zeros >= len(data):
+        return False
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def is_cut_off(data: bytes, at: int, reason: str) -> bool:
@@ -70,6 +94,9 @@ def _not_utf8(path: Path, data: bytes, at: int, reason: str) -> FileError:
     if is_cut_off(data, at, reason):
         evidence |= {"guess": "utf-8, cut off", "mended": shown(data[:at].decode("utf-8-sig"))}
         remedy = "It ends within a character: complete it."
+    elif is_utf8_with_zeros(data):
+        evidence |= {"guess": "utf-8 with zero bytes", "mended": shown(data.replace(b"\0", b"").decode("utf-8-sig"))}
+        remedy = "Take the zero bytes out."
     else:
         guess, mended = guess_of(data)
         evidence |= {"guess": guess, "mended": shown(mended)}

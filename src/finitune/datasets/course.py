@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from finitune.config.datasets import ResolvedDataset
-from finitune.datasets.captions import Showing, chance, final_caption
+from finitune.datasets.captions import Showing, chance, final_caption, is_dropped, warm_up_steps, way_of, ways
 from finitune.datasets.items import Appearance, Example, MicroBatch, Placement, Size, seed_of
 from finitune.errors import UsageError
 
@@ -133,7 +133,7 @@ class Course:
         first = 0
         for slot in self.recent_slots(epoch)[index * size : (index + 1) * size]:
             step = epoch * self.steps_per_epoch + index
-            shown = tuple(self.appearance(*entry, epoch, step) for entry in slot.entries)
+            shown = tuple(self.appearance(*self.timed(entry, epoch), epoch, step) for entry in slot.entries)
             micro_batches.append(MicroBatch(slot.bucket, shown, first))
             first += len(shown)
         return Step(epoch, index, tuple(micro_batches))
@@ -157,15 +157,26 @@ class Course:
         """The optimiser steps first .. end - 1 of the run."""
         return map(self.at, range(first, end))
 
-    def appearance(self, number: int, repeat: int, epoch: int, step: int) -> Appearance:
-        """What an example is when it is shown for the `repeat`-th time in an epoch, in step `step` of the run."""
-        example, label = self.examples[number], self.labels[number]
-        time = epoch * example.repeats + repeat
-        subset = example.subset
-        flipped = subset.flip_aug and chance(self.seed, "flip", label, time) < 0.5
+    def timed(self, entry: tuple[int, int], epoch: int) -> tuple[int, int]:
+        """(example, how often it was shown before in the run) of an (example, repeat) of an epoch."""
+        number, repeat = entry
+        return number, epoch * self.examples[number].repeats + repeat
+
+    def appearance(self, number: int, time: int, epoch: int, step: int) -> Appearance:
+        """What an example is when it is shown for the `time`-th time, from 0, in step `step` of the run."""
+        subset, label = self.examples[number].subset, self.labels[number]
         color = seed_of(self.seed, "color", label, time) if subset.color_aug else None
-        caption = final_caption(example.caption, subset, Showing(self.seed, label, epoch, time, step, self.steps))
-        return Appearance(number, epoch, self.crop(number, time), flipped, caption, color)
+        caption = final_caption(self.examples[number].caption, subset, self.showing(number, time, epoch, step))
+        return Appearance(number, epoch, self.crop(number, time), self.flipped(number, time), caption, color)
+
+    def showing(self, number: int, time: int, epoch: int, step: int) -> Showing:
+        """What the caption of an example depends on."""
+        return Showing(self.seed, self.labels[number], epoch, time, step, self.steps)
+
+    def flipped(self, number: int, time: int) -> bool:
+        """Whether an example is mirrored."""
+        flips = self.examples[number].subset.flip_aug
+        return flips and chance(self.seed, "flip", self.labels[number], time) < 0.5
 
     def crop(self, number: int, time: int) -> tuple[int, int]:
         """The corner of an example's bucket in the scaled picture: in the middle, or anywhere with random_crop."""
@@ -180,20 +191,46 @@ class Course:
     def captions(self, steps: int) -> dict[str, str]:
         """The different captions of the first `steps` steps, "" among them: {caption: a picture that it belongs to}."""
         found = {"": ""}
-        for appearance in self.appearances(steps):
-            found.setdefault(appearance.caption, self.examples[appearance.example].name)
+        for number, caption in self.captioned(steps):
+            found.setdefault(caption, self.examples[number].name)
         return found
+
+    def captioned(self, steps: int) -> Iterator[tuple[int, str]]:
+        """Each (example, caption) of the first `steps` steps but for dropped ones; it ends where no other can come."""
+        warm_up = [warm_up_steps(example.subset, self.steps) for example in self.examples]
+        left = sum(ways(example.subset) for example in self.examples)
+        settled: set[tuple[int, int]] = set()
+        for number, time, step in self.shown(steps) if left else ():
+            subset = self.examples[number].subset
+            way = number, way_of(subset, time)
+            showing = self.showing(number, time, step // self.steps_per_epoch, step)
+            if way in settled or is_dropped(subset, showing):
+                continue
+            yield number, final_caption(self.examples[number].caption, subset, showing)
+            if step >= warm_up[number]:
+                settled.add(way)
+            if len(settled) == left:
+                return
 
     def latent_variants(self, steps: int) -> tuple[Variant, ...]:
         """The different pictures of the first `steps` steps whose latents can be made beforehand."""
-        shown = (a for a in self.appearances(steps) if is_fixed(self.examples[a.example]))
-        return tuple(dict.fromkeys(map(variant_of, shown)))
+        fixed = [is_fixed(example) for example in self.examples]
+        left = sum(1 + example.subset.flip_aug for example, one in zip(self.examples, fixed, strict=True) if one)
+        found: dict[Variant, None] = {}
+        for number, time, _ in self.shown(steps) if left else ():
+            if fixed[number]:
+                found[Variant(number, self.crop(number, time), self.flipped(number, time))] = None
+            if len(found) == left:
+                break
+        return tuple(found)
 
-    def appearances(self, steps: int) -> Iterator[Appearance]:
-        """All that is shown in the first `steps` steps."""
-        for step in self.between(0, steps):
-            for micro in step.micro_batches:
-                yield from micro.appearances
+    def shown(self, steps: int) -> Iterator[tuple[int, int, int]]:
+        """(example, how often it was shown before, step) of all that is shown in the first `steps` steps."""
+        size = self.accumulation * self.world
+        for step in range(steps):
+            epoch, index = divmod(step, self.steps_per_epoch)
+            for slot in self.recent_slots(epoch)[index * size : (index + 1) * size]:
+                yield from ((*self.timed(entry, epoch), step) for entry in slot.entries)
 
 
 def without(micro: MicroBatch, course: Course, names: Collection[str]) -> list[tuple[int, Appearance]]:

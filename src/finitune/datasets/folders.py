@@ -135,11 +135,11 @@ def content_of(subset: ResolvedSubset) -> Content:
         listing = listing_of(subset.image_dir)
     elif subset.metadata_file is None:
         finding = Finding(
-            Level.ERROR, "DATASET-NO-FOLDER", "image_dir", "a subset names no folder", {}, "Give it an image_dir."
+            Level.ERROR, "SUBSET-WITHOUT-FOLDER", "image_dir", "a subset names no folder", {}, "Give it an image_dir."
         )
         return Content(subset, findings=(finding,))
     findings = [*listing.findings]
-    if any(finding.code == "DATASET-NO-FOLDER" for finding in findings):
+    if any(finding.code == "DATASET-FOLDER-MISSING" for finding in findings):
         return Content(subset, findings=tuple(findings))
     captions: Mapping[Path, Path | str]
     if subset.metadata_file is not None:
@@ -259,7 +259,7 @@ def verify_pictures(
         if kind != "turned"  # scan has told it
         for finding in several(Level.NOTE, "PICTURE-NOTE", kind, f"{kind} ({len(names)})", names)
     ]
-    return bounded([*errors, *notes])
+    return [*bounded(errors), *notes]  # a note is about all pictures of its kind already
 
 
 def split(examples: Sequence[Example], rate: float, seed: int) -> tuple[tuple[Example, ...], tuple[Example, ...]]:

@@ -60,10 +60,10 @@ def folder_missing(folder: Path, option: str) -> Finding | None:
         return None
     if folder.is_dir():
         message = f"{option} {folder} cannot be listed"
-        return Finding(Level.ERROR, "DATASET-NO-FOLDER", str(folder), message, {}, "Check its permissions.")
+        return Finding(Level.ERROR, "DATASET-FOLDER-MISSING", str(folder), message, {}, "Check its permissions.")
     if folder.exists():
         remedy = f"Give the folder that it lies in: {option} = {str(folder.parent)!r}."
-        return Finding(Level.ERROR, "DATASET-NO-FOLDER", str(folder), f"{option} {folder} is a file", {}, remedy)
+        return Finding(Level.ERROR, "DATASET-FOLDER-MISSING", str(folder), f"{option} {folder} is a file", {}, remedy)
     missing = folder.absolute()
     while not missing.parent.is_dir():
         missing = missing.parent
@@ -71,7 +71,7 @@ def folder_missing(folder: Path, option: str) -> Finding | None:
     remedy = f"There is no {missing.name!r} in {missing.parent}.{did_you_mean(missing.name, beside)}"
     evidence: dict[str, object] = {"nearest": str(missing.parent), "beside": sorted(beside)[:5]}
     message = f"{option} {folder} does not exist"
-    return Finding(Level.ERROR, "DATASET-NO-FOLDER", str(folder), message, evidence, remedy)
+    return Finding(Level.ERROR, "DATASET-FOLDER-MISSING", str(folder), message, evidence, remedy)
 
 
 def is_folder(path: Path) -> bool:

@@ -131,9 +131,9 @@ class Loader:
         """The examples that cannot be used, with the reasons; a bad caption takes all pictures shown with it."""
         errors: dict[str, FinituneError] = {**pictures.nonfinite, **pictures.unread}
         if words.nonfinite:
-            for shown in self.course.appearances(steps):
-                if shown.caption in words.nonfinite:
-                    errors.setdefault(self.course.examples[shown.example].name, words.nonfinite[shown.caption])
+            for number, caption in self.course.captioned(steps):
+                if caption in words.nonfinite:
+                    errors.setdefault(self.course.examples[number].name, words.nonfinite[caption])
         return Excluded({name: error.message for name, error in errors.items()})
 
     def figures(self, seconds: float) -> dict[str, object]:

@@ -63,7 +63,7 @@ class Looks:
         found = several(Level.WARNING, "PICTURE-ALIKE", "datasets", what, told, remedy)
         flat = [names[paths[number]] for number in np.flatnonzero(greys.std(axis=(1, 2)) < FLAT)]
         what = f"pictures are of one colour all over ({len(flat)})"
-        return found + several(Level.WARNING, "PICTURE-FLAT", "datasets", what, flat, "Take them out.")
+        return found + several(Level.WARNING, "DATASET-PICTURE-FLAT", "datasets", what, flat, "Take them out.")
 
 
 def small_grey(picture: Image.Image) -> Bytes:

@@ -34,6 +34,38 @@ RANKS = (
 ABANDONED_SECONDS = 3600
 
 
+def demand_room(path: Path, size_bytes: int, remedy: str) -> None:
+    """Raise FileError (DISK-FULL) where the disk of `path`, which need not be there yet, has fewer bytes free."""
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    free = shutil.disk_usage(there).free
+    if free < size_bytes:
+        raise FileError(
+            f"{size_bytes / 1e6:,.0f} MB are to be written to {path}, where {free / 1e6:,.0f} MB are free",
+            code="DISK-FULL",
+            subject=str(path),
+            evidence={"needed_bytes": size_bytes, "free_bytes": free},
+            remedy=remedy,
+        )
+
+
+def not_written(path: Path, error: OSError) -> FileError:
+    """The error where the system refuses to write."""
+    return FileError(
+        f"{path} could not be written: {error.strerror or error}",
+        code="FILE-NOT-WRITTEN",
+        subject=str(path),
+        evidence={"errno": error.errno},
+        remedy="Check the free space and the permissions of the folder. Nothing was left behind.",
+    )
+
+
+def not_read_back(path: Path, remedy: str) -> FileError:
+    """The error for a file that was read again after it was written, and is another one."""
+    return FileError(
+        f"{path} does not read back as it was written", code="FILE-READ-BACK", subject=str(path), remedy=remedy
+    )
+
+
 def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file beside `path`, then put it in its place; on any error nothing is left.
 
@@ -70,14 +102,7 @@ def staged(paths: Sequence[str | Path]) -> Iterator[tuple[Path, ...]]:
                 flush(folder)  # the renames themselves must survive a power cut
         folders.clear()
     except OSError as error:
-        first = targets[0]
-        raise FileError(
-            f"{first} could not be written: {error.strerror or error}",
-            code="FILE-NOT-WRITTEN",
-            subject=str(first),
-            evidence={"errno": error.errno},
-            remedy="Check the free space and the permissions of the folder. Nothing was left behind.",
-        ) from error
+        raise not_written(targets[0], error) from error
     finally:
         for name in names:
             if name.exists():

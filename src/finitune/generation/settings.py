@@ -35,7 +35,7 @@ class Settings:
             if pixels < SIZE_STEP or pixels % SIZE_STEP:
                 nearest = max(SIZE_STEP, round(pixels / SIZE_STEP) * SIZE_STEP)
                 raise _wrong(
-                    "SIZE-NOT-MULTIPLE-OF-16",
+                    "SIDE-NOT-MULTIPLE",
                     "--size",
                     f"{name} {pixels} is not a multiple of {SIZE_STEP}",
                     f"The nearest that fits is {nearest}.",

@@ -48,7 +48,7 @@ def judge(latents: Tensor, pixels: Tensor, remedy: str) -> Verdict:
     if bad:
         share = f"{bad} of {latents.numel()}"
         look = "black" if float(values.max()) == 0 else "ruined"
-        find("NONFINITE-LATENTS", f"{share} latent values are NaN or infinite: the picture is {look}", nonfinite=bad)
+        find("LATENTS-NONFINITE", f"{share} latent values are NaN or infinite: the picture is {look}", nonfinite=bad)
     elif pixels_std < FLAT_STD:
         find("PICTURE-FLAT", f"the picture is one colour (standard deviation {pixels_std:.2f} of 255)")
     elif saturated > SATURATED_SHARE:

@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 
-from finitune.device.attention_backends import BY_ITSELF, Backend, half_backends, installed_backends, sdpa_backends
-from finitune.device.attention_bench import Layer, Pass, measure
 from finitune.device.hardware import DeviceFacts, read_facts
+from finitune.device.measuring.attention import BY_ITSELF, Backend, half_backends, installed_backends, sdpa_backends
+from finitune.device.measuring.attention_bench import Layer, Pass, measure
 from finitune.errors import FinituneError, UsageError, did_you_mean
 from finitune.files.writer import write_text
 from finitune.generation.settings import parse_size

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finitune.device.environment import Environment
-from finitune.errors import FileError, UsageError
-from finitune.files.writer import write_atomically
+from finitune.errors import UsageError
+from finitune.files.writer import not_read_back, write_atomically
 from finitune.journeys.redaction import Redactor, redactor
 from finitune.report import Report
 
-RUN_FILES = ("config.toml", "report.html", "steps.jsonl")
+RUN_FILES = ("config.toml", "report.html", "steps.jsonl", "validations.jsonl", "ranges.jsonl")
 LAST_BYTES = 4 << 20
 """Of a long file the end is taken."""
 INSIDE = """What is in here, for a bug report about finitune:
@@ -51,12 +51,7 @@ def write_bundle(path: Path, environment: Environment, report: Report, run: Path
     write_atomically(path, write)
     with zipfile.ZipFile(path) as bundle:
         if bundle.testzip() is not None or set(bundle.namelist()) != set(entries):
-            raise FileError(
-                f"{path} does not read back as it was written",
-                code="FILE-READ-BACK",
-                subject=str(path),
-                remedy="Check the disk, and write it elsewhere.",
-            )
+            raise not_read_back(path, "Check the disk, and write it elsewhere.")
     return tuple(entries)
 
 

@@ -7,7 +7,7 @@ each path its own section of the report. A run's folder is several: its states, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from finitune.report import Finding, Level, Report, Table
 
 EFFECTIVE = "config.toml"
 """A run's folder keeps the configuration that was in force under this name."""
-OF_THE_CARD = "GPU-"
-"""Findings of such codes are the same for every path."""
+OF_THE_CARD = ("BF16-EMULATED", "GPU-PRECISION")
+"""Findings of these codes are the same for every path."""
 WITH_STORY = (Kind.MODEL, Kind.ADAPTER, Kind.FAMILY)
 """The kinds for which a card's precisions can be told."""
 
@@ -52,7 +52,7 @@ def run(request: Request, progress: Progress | None = None, page: Page | None = 
     try:
         demand_sense(request)
         sections = [section for path in request.paths for section in sections_of(path, request, progress)]
-        mendings = [one for section in sections for one in section.mendings]
+        mendings = distinct(one for section in sections for one in section.mendings)
         done = mend(mendings, request) if request.fix else tell_listed(mendings)
         if any(finding.code == "FIX-DONE" for finding in done):
             sections = [again(section, request, progress) for section in sections]
@@ -65,6 +65,11 @@ def run(request: Request, progress: Progress | None = None, page: Page | None = 
     except FinituneError as error:
         return report.fail(error)
     return report
+
+
+def distinct(mendings: Iterable[Mending]) -> list[Mending]:
+    """The changes, each once: a picture is of its folder, and of each configuration that names the folder."""
+    return list({(one.code, one.path, one.what): one for one in mendings}.values())
 
 
 def demand_sense(request: Request) -> None:
@@ -158,7 +163,7 @@ def join(sections: Sequence[Section], report: Report) -> None:
     for one in sections:
         name = str(one.path)
         report.findings += [of_path(finding, name) for finding in one.report.findings if finding not in seen]
-        seen += [finding for finding in one.report.findings if finding.code.startswith(OF_THE_CARD)]
+        seen += [finding for finding in one.report.findings if finding.code in OF_THE_CARD or of_a_file(finding)]
         report.tables += [
             Table(f"{one.path.name}: {table.title}", table.columns, table.rows) for table in one.report.tables
         ]
@@ -170,9 +175,14 @@ def join(sections: Sequence[Section], report: Report) -> None:
 
 def of_path(finding: Finding, path: str) -> Finding:
     """A finding whose subject says in which file it is, if it is of one."""
-    if path in finding.subject or finding.code.startswith(OF_THE_CARD):
+    if path in finding.subject or finding.code in OF_THE_CARD:
         return finding
     return replace(finding, subject=f"{path}: {finding.subject}" if finding.subject else path)
+
+
+def of_a_file(finding: Finding) -> bool:
+    """Whether a finding is about a file that it names itself: such a one is told once, whichever path leads to it."""
+    return Path(finding.subject).is_absolute() and Path(finding.subject).exists()
 
 
 def verdict(report: Report) -> str:

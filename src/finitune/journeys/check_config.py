@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 READ_AS = "text in the file; read as"
 """How the account of a foreign configuration tells of a number in quotes."""
+WHY_NO_DATASETS = ("CONFIG-NO-DATASETS", "DATASET-FOLDER-MISSING")
+"""Where one of these is told, it is no news that there are no pictures."""
 NEAR = 90
 """How like an option a misspelled key must be, in percent of their letters, for the right name to be offered."""
 DATASET_ONLY = {"general", "datasets"}
@@ -86,7 +88,9 @@ def preset_of(given: Given, path: Path) -> Path | None:
 def look_at_run(config: TrainConfig, preset: Path | None, request: Request, report: Report, progress: Progress) -> None:
     """What a run of a configuration would meet: conflicts, the model, the pictures; and what it would write."""
     whole = config.model.pretrained_model_name_or_path != UNNAMED
-    report.findings += [one for one in conflicts(config) if whole or one.subject.startswith("datasets")]
+    found = [one for one in conflicts(config) if whole or one.subject.startswith("datasets")]
+    known = any(one.code in WHY_NO_DATASETS for one in report.findings)
+    report.findings += [one for one in found if not (known and one.code == "DATASET-NONE")]
     looks = [partial(check_sites, preset), tell_files, check_options] if whole else []
     for look in looks:
         try:

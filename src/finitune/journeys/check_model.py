@@ -34,6 +34,7 @@ def check_model(path: Path, request: Request, report: Report, progress: Progress
     tell_names(opened.files.values(), report)
     report.figures.update(model_figures(opened))
     tell_header(opened, report)
+    tell_empty(opened, report)
     ranges: dict[str, Range] = {}
     losses: dict[str, Loss] = {}
     progress.start("reading", sum(file.size_bytes for file in opened.files.values()) >> 20)
@@ -46,6 +47,14 @@ def check_model(path: Path, request: Request, report: Report, progress: Progress
     tell_ranges(ranges, report)
     tell_constant(ranges, opened, report)
     tell_losses(losses, ranges, opened, report)
+
+
+def tell_empty(opened: Base, report: Report) -> None:
+    """An error for each file that lists no tensor."""
+    for file in opened.files.values():
+        if not file.entries:
+            remedy = "Nothing can be loaded of it: save or download it again."
+            report.add(Level.ERROR, "FILE-NO-TENSORS", str(file.path), f"{file.path} holds no tensors", remedy=remedy)
 
 
 def model_figures(opened: Base) -> dict[str, object]:
@@ -93,7 +102,7 @@ def tell_ranges(ranges: Mapping[str, Range], report: Report) -> None:
         assert count is not None
         report.add(
             Level.ERROR,
-            "MODEL-NONFINITE",
+            "WEIGHT-NONFINITE",
             name,
             f"{count.nan} NaN and {count.inf} infinite of {count.size} elements",
             remedy="The file is damaged, or was saved after a run that went wrong: get it again.",

@@ -56,11 +56,11 @@ class Request(Doubts):
 
 
 def tell_names(files: Iterable[TensorFile], report: Report) -> None:
-    """A note where a safetensors file is called as if it were another kind, which programs go by."""
+    """A warning where a safetensors file is called as if it were another kind, which programs go by."""
     for file in files:
         if not file.path.name.endswith((".safetensors", ".safetensors.index.json")):
             report.add(
-                Level.NOTE,
+                Level.WARNING,
                 "FILE-NAME-MISLEADS",
                 str(file.path),
                 f"it is a safetensors file, and its name ends in {file.path.suffix or 'nothing'!r}",

@@ -246,7 +246,8 @@ def _cure(request: Request, parts: AnimaParts, settings: Settings, report: Repor
     _keep(request, report, "by-plan", after, good=good)
     command = f"finitune generate {request.typed()} --precision planned-half"
     message = "by the plan the same picture is finite and good" if good else "by the plan the picture is still bad"
-    report.add(Level.NOTE if good else Level.ERROR, "CURE", "plan", message, remedy=f"Next: {command}")
+    level, code = (Level.NOTE, "PLAN-CURES") if good else (Level.ERROR, "PLAN-DOES-NOT-CURE")
+    report.add(level, code, "plan", message, remedy=f"Next: {command}")
 
 
 def _keep(request: Request, report: Report, name: str, drawing: Drawing, *, good: bool) -> None:

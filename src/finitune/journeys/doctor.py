@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from finitune.report import Finding, Level, Report, Table
 
 if TYPE_CHECKING:
     from finitune.device.environment import Environment
-    from finitune.device.measure import Measurements
+    from finitune.device.measuring.measurements import Measurements
 
 MEASURED_AS: dict[Compute, str] = {"planned-half": "fp16", "bf16": "bf16", "fp32": "fp32"}
 
@@ -62,8 +63,21 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 def demand_sense(request: Request) -> None:
     """Raise UsageError for a request that cannot be meant, before anything takes time."""
+    from finitune.device.rules.variables import broken_allocator
     from finitune.journeys.bundle import demand_run
+    from finitune.journeys.doctor_distributed import demand_count
 
+    if broken := broken_allocator(os.environ):
+        name, part = broken
+        raise FinituneError(
+            f"{name} has the part {part!r}, which is no KEY:VALUE: torch ends the whole program at it, on its import",
+            code="ALLOCATOR-SETTING-BROKEN",
+            subject=name,
+            evidence={"value": os.environ[name]},
+            remedy=f"Write it as in {name}=max_split_size_mb:128, or unset it.",
+        )
+    if request.distributed is not None:
+        demand_count(request.distributed)
     if request.run and not request.bundle:
         raise UsageError(
             "--run names a run for the bundle, and no bundle is asked for",
@@ -79,7 +93,7 @@ def measured(environment: Environment, progress: Progress) -> Measurements:
     """What the main device computes, how fast, and how rightly."""
     import torch
 
-    from finitune.device.measure import measure_device
+    from finitune.device.measuring.measurements import measure_device
 
     kind = environment.main.kind
     return measure_device(torch.device("cuda" if kind == "rocm" else kind), progress)
@@ -141,8 +155,8 @@ def facts_tables(environment: Environment) -> list[Table]:
 
 def fact_rows(environment: Environment) -> list[tuple[str, str, str]]:
     """Each fact, its value, and its meaning."""
-    from finitune.device.rule import gib
-    from finitune.device.rules_torch import blindness
+    from finitune.device.rules.pytorch import blindness
+    from finitune.device.rules.rule import gib
 
     python, machine, torch, memory = environment.python, environment.machine, environment.torch, environment.memory
     where = " ".join(filter(None, (machine.container, machine.hosted, "WSL" if machine.wsl else "")))
@@ -182,7 +196,7 @@ def device_row(facts: DeviceFacts, free_gib: float) -> tuple[str, str, str]:
 
 def try_processes(count: int, environment: Environment, report: Report, progress: Progress) -> None:
     """Test several processes, unless there are more of them than GPUs."""
-    from finitune.device.rules_devices import examine_processes
+    from finitune.device.rules.devices import examine_processes
     from finitune.journeys import doctor_distributed
 
     found = examine_processes(environment, count) if count > 1 else []

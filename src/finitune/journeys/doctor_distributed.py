@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from finitune.device import nccl
-from finitune.device.peers import CONNECT, DEVICES, SPEED, SPEED_BYTES, STAGES, SUMS, shared
-from finitune.device.rendezvous import START_LIMIT_S, Meeting, Peer, hold
+from finitune.device.peers import nccl
+from finitune.device.peers.peer import CONNECT, DEVICES, SPEED, SPEED_BYTES, STAGES, SUMS, shared
+from finitune.device.peers.rendezvous import START_LIMIT_S, Meeting, Peer, hold
 from finitune.errors import UsageError
 from finitune.journeys.model import choose_device
 from finitune.progress import Progress
@@ -25,6 +25,8 @@ MEANING = {
     "NCCL_P2P_DISABLE": "direct access between the GPUs is broken (IOMMU, ACS, or a card that has none)",
     "NCCL_SHM_DISABLE": "shared memory is broken or too small (/dev/shm: docker run --shm-size=8g or --ipc=host)",
 }
+MOST_PROCESSES = 64
+"""More than the GPUs of any one machine."""
 NCCL_TIMEOUT_S = 1800.0
 """The limit under which other trainers have waited for the first process to encode all pictures."""
 
@@ -41,19 +43,13 @@ def run(
 ) -> Report:
     """Test `count` processes, one for each GPU, or on the CPU; what was found goes into `report`.
 
-    `limit_s`: seconds for all that happens between the processes, once they have started. `pretend`: see
-    `finitune.device.rendezvous.hold`. Raises UsageError for a count below 2, a device that is not there, or a torch
+    `limit_s`: seconds for all that happens between the processes, once they have started. `pretend`: see `hold` of
+    `finitune.device.peers.rendezvous`. Raises UsageError for a count below 2, a device that is not there, or a torch
     without torch.distributed.
     """
     from torch import distributed
 
-    if count < 2:
-        raise UsageError(
-            f"--distributed {count}: there is nothing to test between fewer than 2 processes",
-            code="DISTRIBUTED-COUNT",
-            subject="--distributed",
-            remedy="Give the number of GPUs that a run is to use; 2 on a CPU.",
-        )
+    demand_count(count)
     if not distributed.is_available():
         raise UsageError(
             "this torch is built without torch.distributed",
@@ -64,6 +60,20 @@ def run(
     kind = choose_device(device).partition(":")[0]
     kind = kind if kind == "cuda" and distributed.is_nccl_available() else "cpu"
     return judge(partial(_held, count, kind, limit_s, progress, pretend or {}), report, retry=kind == "cuda")
+
+
+def demand_count(count: int) -> None:
+    """Raise UsageError (DISTRIBUTED-COUNT) for a number of processes between which nothing can be tested here."""
+    if 2 <= count <= MOST_PROCESSES:
+        return
+    few = f"there is nothing to test between {count} processes"
+    many = f"each is a Python of its own, and one machine has no {count} GPUs; the limit is {MOST_PROCESSES}"
+    raise UsageError(
+        f"--distributed {count}: {few if count < 2 else many}",
+        code="DISTRIBUTED-COUNT",
+        subject="--distributed",
+        remedy="Give the number of GPUs that a run is to use; 2 on a CPU.",
+    )
 
 
 def _held(

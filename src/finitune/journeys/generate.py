@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finitune.errors import FileError, FinituneError
+from finitune.errors import FinituneError
 from finitune.journeys.adapters import HOLDING_BITS, Doubts, NamedAdapter, Worn, put_on
 from finitune.journeys.model import (
     OUTPUT,
@@ -220,15 +220,11 @@ def receipt(request: Request, precision: str, fingerprint: str, plan: PrecisionP
 
 
 def _save(out: Path | None, drawing: Drawing, metadata: dict[str, object], *, good: bool) -> Path:
+    from finitune.files.writer import not_read_back
     from finitune.generation.picture import read_metadata, save_picture
 
     out = out or OUTPUT / "{model}-{precision}-{seed}.png".format(**metadata)
     written = save_picture(out, drawing.pixels[0], metadata, good=good)
     if read_metadata(written) != metadata:
-        raise FileError(
-            f"{written} does not read back as it was written",
-            code="FILE-READ-BACK",
-            subject=str(written),
-            remedy="Check the disk, and write the picture elsewhere: --out FILE",
-        )
+        raise not_read_back(written, "Check the disk, and write the picture elsewhere: --out FILE")
     return written

@@ -205,7 +205,8 @@ def not_checked(path: Path, start: bytes, size: int) -> FileError:
     told = explain(path, start, size)
     if told.code != "FILE-TEXT":
         return told
-    near = did_you_mean(path.suffix.lower(), CONFIG_ENDINGS) if path.suffix else ""
+    ending = path.suffix.lower()
+    near = did_you_mean(ending, CONFIG_ENDINGS) if ending and ending not in CONFIG_ENDINGS else ""
     what = "JSON" if start.lstrip()[:1] in (b"{", b"[") else "plain"
     return FileError(
         f"{path} is {what} text, and no configuration, workflow or plan that is known here.{near}",

@@ -155,7 +155,7 @@ def open_source(one: NamedAdapter, model: Model, request: Request, report: Repor
     if reading.errors:
         count = len(reading.left_out)
         message = f"{count} tensors of {name} are left out, as allowed; the warnings tell which and why"
-        report.add(Level.WARNING, "MERGE-UNMATCHED", reading.errors[0].subject, message, tensors=count, file=name)
+        report.add(Level.WARNING, "MERGE-UNREAD", reading.errors[0].subject, message, tensors=count, file=name)
     if reading.adapter.embeddings:
         message = f"{len(reading.adapter.embeddings)} learned token vectors are in {name}; a model has no place for any"
         report.add(Level.NOTE, "MERGE-EMBEDDINGS", next(iter(reading.adapter.embeddings)), message)

@@ -165,16 +165,12 @@ def _make_plan(
 
 def write_plan(path: Path, plan: PrecisionPlan) -> Path:
     """Write the plan and read it back; raises FileError where it does not come back as it was."""
+    from finitune.files.writer import not_read_back
     from finitune.precision.plan import PrecisionPlan
 
     plan.save(path)
     if PrecisionPlan.load(path) != plan:
-        raise FileError(
-            f"{path} does not read back as it was written",
-            code="FILE-READ-BACK",
-            subject=str(path),
-            remedy="Check the disk, and write the plan elsewhere: --out FILE",
-        )
+        raise not_read_back(path, "Check the disk, and write the plan elsewhere: --out FILE")
     return path
 
 

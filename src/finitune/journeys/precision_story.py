@@ -222,7 +222,7 @@ def findings_of(story: Story, subject: str) -> list[Finding]:
         found.append(
             Finding(
                 Level.WARNING,
-                "MODEL-DOES-NOT-FIT",
+                "GPU-TOO-SMALL",
                 subject,
                 f"on {card.name} its weights fit in no precision that gives a right picture",
                 {"memory": card.total_memory_bytes, **{line.precision: line.weight_bytes for line in story.lines}},
@@ -233,10 +233,12 @@ def findings_of(story: Story, subject: str) -> list[Finding]:
         message = f"on {card.name} bf16 is emulated. {SAYS_TRUE}"
         remedy = "Set fp16 with a plan, or fp32, in programs that would choose bf16; finitune does so by itself."
         evidence: dict[str, object] = {"capability": card.capability}
-        found.append(Finding(Level.WARNING, "GPU-BF16-EMULATED", card.name, message, evidence, remedy))
+        found.append(Finding(Level.WARNING, "BF16-EMULATED", card.name, message, evidence, remedy))
     if raw.verdict == "wrong":
         message = f"on {card.name} plain fp16 goes wrong: {raw.why}"
-        found.append(Finding(Level.WARNING, "FP16-GOES-WRONG", subject, message, {"evidence": raw.evidence}))
+        right = [line.precision for line in story.lines if line.verdict in ("works", "slow")]
+        remedy = f"Right there: {', '.join(right)}; the table says at what speed." if right else ""
+        found.append(Finding(Level.WARNING, "FP16-GOES-WRONG", subject, message, {"evidence": raw.evidence}, remedy))
     if story.choice:
         message = f"on {card.name} finitune would compute in {story.choice}. {'. '.join(story.reasons)}"
         found.append(Finding(Level.NOTE, "GPU-PRECISION", card.name, message, {"choice": story.choice}))

@@ -165,7 +165,7 @@ def asked_to_stop() -> Iterator[Callable[[], bool]]:
     def hear(number: int, _frame: object) -> None:
         now = time.monotonic()
         if wished and not (processes.count() > 1 and now - wished[0] < ECHO_SECONDS):
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # `before` may ignore it: in the background, say
             signal.raise_signal(number)
         wished.append(now)
 
@@ -186,6 +186,8 @@ def events_of(
     stop: Callable[[], bool] = bool,
 ) -> Iterator[events.Event]:
     """Prepare, measure and train, yielding what happens; at the end the report has findings, figures and files."""
+    from finitune.journeys.train_files import recall
+    from finitune.training import events
     from finitune.training.history import History
     from finitune.training.run import Progressing
 
@@ -193,7 +195,9 @@ def events_of(
     history = History()
     with prepared(config, report, progress, explain=request.explain, stop=stop) as ready:
         progressing = Progressing.fresh(ready.run)
-        resume(config, ready.run, progressing, report)
+        state = resume(config, ready.run, progressing, report)
+        if state:
+            recall(history, state.parent, progressing.step)
         write_effective(config, ready, report)  # a run that is refused leaves that of the run before
         board = board_of(config, ready.run)
         try:
@@ -201,6 +205,8 @@ def events_of(
                 history.add(event)
                 if board:
                     board.add(event)
+                if isinstance(event, events.Saved) and ready.run.ranks.main:
+                    history.log(ready.run.folder.path)  # whoever goes on from this state finds the steps to it
                 yield event
         except FinituneError as error:
             report.fail(error)  # before the page is made, which should say why
@@ -223,7 +229,7 @@ def run_events(
 
     for event in measured(run, progressing.step):
         if isinstance(event, events.Measured):
-            report.findings.append(fit(event, event.batch))
+            report.findings.append(fit(event, config))
         yield event
     if not dry:
         yield from Trainer(run, progressing).events()
@@ -240,8 +246,8 @@ def write_effective(config: TrainConfig, ready: Prepared, report: Report) -> Non
         report.artifacts["config"] = str(path)
 
 
-def resume(config: TrainConfig, run: Run, progressing: Progressing, report: Report) -> None:
-    """Go on from the state that is asked for, if there is one; raises where it is of another training."""
+def resume(config: TrainConfig, run: Run, progressing: Progressing, report: Report) -> Path | None:
+    """Go on from the state that is asked for, and return it if one is there; raises where it is of another training."""
     from finitune.training.state import last_state, load_state, state_folders
 
     saving = config.saving
@@ -250,7 +256,7 @@ def resume(config: TrainConfig, run: Run, progressing: Progressing, report: Repo
             message = "states of an earlier run are here; this one begins anew and will write over them"
             remedy = "To go on from them: finitune train CONFIG --resume"
             report.add(Level.WARNING, "RUN-BEGINS-ANEW", str(run.folder.path), message, remedy=remedy)
-        return
+        return None
     path: Path | None = saving.resume if isinstance(saving.resume, Path) else None
     if path is None:
         path, findings = last_state(run.folder.path, saving.output_name)
@@ -259,7 +265,7 @@ def resume(config: TrainConfig, run: Run, progressing: Progressing, report: Repo
         report.findings.extend(findings)
     if path is None:
         report.add(Level.NOTE, "NOTHING-TO-RESUME", str(run.folder.path), "no state is here; the run begins anew")
-        return
+        return None
     state, findings = load_state(path, run.manifest)
     report.findings.extend(findings)
     progressing.load(run, state)
@@ -268,6 +274,7 @@ def resume(config: TrainConfig, run: Run, progressing: Progressing, report: Repo
         message = f"the run was over: {run.total_steps} steps are asked for, and {state.step} are done"
         remedy = "To train on, raise max_train_steps or max_train_epochs."
         report.add(Level.WARNING, "RUN-WAS-OVER", str(path), message, remedy=remedy, step=state.step)
+    return path
 
 
 def none_whole(damaged: Finding) -> FileError:
@@ -282,8 +289,8 @@ def none_whole(damaged: Finding) -> FileError:
 
 def board_of(config: TrainConfig, run: Run) -> Board | None:
     """TensorBoard's writer, where it is asked for, of the main process."""
+    from finitune.files.writer import not_written
     from finitune.training.board import Board
-    from finitune.training.staged import not_written
 
     if config.logging.log_with == "none" or not run.ranks.main:
         return None
@@ -305,7 +312,7 @@ def leave(config: TrainConfig, ready: Prepared, history: History, report: Report
         report.figures["ended"] = finished.reason
         report.figures["verified"] = ready.exporter.last
         report.tables.append(ready.exporter.table())
-    report.artifacts["steps"] = str(history.log(folder))
+    report.artifacts.update({name: str(path) for name, path in history.log(folder).items()})
     if page and config.logging.report:
         write_text(folder / PAGE, page(config, history, report))
         report.artifacts["report"] = str(folder / PAGE)
@@ -361,9 +368,11 @@ def arithmetic(started: events.Started) -> str:
 def forecast(measured: events.Measured) -> str:
     """What one measured step says of the run, in a line."""
     width, height = measured.bucket
+    end = time.strftime("%a %H:%M", time.localtime(time.time() + measured.left_seconds))
     return (
         f"measured: {measured.step_seconds:.2f} s a step at {width} x {height}, {measured.save_seconds:.1f} s a save,"
-        f" {measured.memory_peak / 2**30:.1f} GiB at the peak"
+        f" {measured.memory_peak / 2**30:.1f} GiB at the peak;"
+        f" {measured.left_seconds / 60:.0f} min to the end, at {end}"
     )
 
 

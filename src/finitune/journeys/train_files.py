@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
     from finitune.adapters import AdapterSet
     from finitune.generation.settings import Settings
     from finitune.models.anima.load import AnimaParts
+    from finitune.training.history import History
     from finitune.training.learner import Learner
+
+PREVIEWS = "previews"
+"""The folder of the pictures that are drawn on the way, within the run's."""
 
 
 @dataclass
@@ -139,6 +144,24 @@ class Preview:
             path = self.folder / f"step{step:08d}-{number:02d}.png"
             paths.append(save_picture(path, drawing.pixels[0], facts, good=verdict.good))
         return tuple(paths)
+
+
+DRAWN = re.compile(r"step(\d{8})-\d\d(\.suspect)?\.png")
+"""The names of previews."""
+
+
+def recall(history: History, folder: Path, step: int) -> None:
+    """Take over what the lives of a run before this one have left in its folder up to step `step`: log and previews."""
+    from finitune.training.events import Previewed
+
+    history.recall(folder, step)
+    drawn: dict[int, list[Path]] = {}
+    for path in sorted((folder / PREVIEWS).glob("*.png")):
+        match = DRAWN.fullmatch(path.name)
+        if match and int(match[1]) <= step:
+            drawn.setdefault(int(match[1]), []).append(path)
+    for at, paths in drawn.items():
+        history.add(Previewed(at, tuple(paths), 0.0))
 
 
 PROMPT_FLAGS = {"n": "negative", "w": "width", "h": "height", "d": "seed", "s": "steps", "l": "cfg"}

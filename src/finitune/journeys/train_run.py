@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from finitune.datasets.loader import Loader
     from finitune.models.anima.encode import AnimaEncoders, TextLevel
     from finitune.models.anima.load import AnimaParts
-    from finitune.training.events import Event
+    from finitune.training.events import Event, Measured
     from finitune.training.folder import RunFolder
     from finitune.training.learner import Learner
     from finitune.training.manifest import Manifest
@@ -233,6 +233,21 @@ def manifest_of(config: TrainConfig, outside: Outside, optimizer: Trained) -> Ma
     )
 
 
+def seconds_left(run: Run, step: int, measurement: Measured) -> float:
+    """How long the run takes from a step on, by one measured step, save and preview."""
+    steps, saving, preview = run.total_steps - step, run.config.saving, run.config.preview
+    saves = 1 + times(run, steps, saving.save_every_n_steps, saving.save_every_n_epochs)
+    previews = times(run, steps, preview.sample_every_n_steps, preview.sample_every_n_epochs)
+    drawing = (measurement.preview_seconds or 0.0) * previews
+    return max(steps, 0) * measurement.step_seconds + saves * measurement.save_seconds + drawing
+
+
+def times(run: Run, steps: int, every_steps: int | None, every_epochs: int | None) -> int:
+    """How often something happens in so many steps that is due every so many steps or epochs."""
+    per_epoch = run.course.steps_per_epoch
+    return sum(steps // every for every in (every_steps, every_epochs and every_epochs * per_epoch) if every)
+
+
 def measured(run: Run, step: int) -> Iterator[Event]:
     """One real step at the largest bucket, a save and a preview, with everything put back; the preview is kept."""
     from finitune.training.events import Previewed, Told
@@ -261,7 +276,7 @@ def measured(run: Run, step: int) -> Iterator[Event]:
             save=lambda: run.hooks.export(run.learner.adapter(), target, {"step": 0, "epoch": 0, "taken": 0}),
             preview=preview if draw else None,
         )
-    yield measurement
+    yield replace(measurement, left_seconds=seconds_left(run, step, measurement))
     yield from failed
     if paths:
         yield Previewed(step, tuple(paths), measurement.preview_seconds or 0.0)

@@ -14,7 +14,7 @@ from finitune.config.schema import TrainConfig
 from finitune.errors import UsageError
 from finitune.journeys.model import ModelChoice, default_size, display_name, load_model
 from finitune.journeys.train_checks import device_of, held, look_at_options, model_at_fault
-from finitune.journeys.train_files import Exporter, Preview, preview_pictures
+from finitune.journeys.train_files import PREVIEWS, Exporter, Preview, preview_pictures
 from finitune.journeys.train_run import Outside, course_of, encoders_of, run_of, shelf_of
 from finitune.progress import Progress, Silent
 from finitune.report import Level, Report
@@ -283,7 +283,7 @@ def prepared(
         learner = stack.enter_context(learning(parts, config, adapters, precision, plan))
         exporter = Exporter(config, parts.fingerprint, display_name(choice))
         wanted = data.pictures if previews_wanted(config) else ()
-        preview = Preview(parts, learner, wanted, folder.path / "previews") if wanted else None
+        preview = Preview(parts, learner, wanted, folder.path / PREVIEWS) if wanted else None
         hooks = Hooks(exporter, preview, stop)
         run = run_of(config, Outside(learner, sites, shelf, kept, folder, ranks, hooks))
         yield Prepared(run, data, sites, exporter, precision)

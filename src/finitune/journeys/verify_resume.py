@@ -80,11 +80,11 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 
 def demand_steps(steps: int) -> None:
-    """Raise UsageError (STEPS-TOO-FEW) where there is no step to stop after."""
+    """Raise UsageError (RESUME-STEPS-TOO-FEW) where there is no step to stop after."""
     if steps < 2:
         raise UsageError(
             f"{steps} steps cannot be stopped in the middle",
-            code="STEPS-TOO-FEW",
+            code="RESUME-STEPS-TOO-FEW",
             subject="--steps",
             evidence={"steps": steps},
             remedy="Take 2 or more; with accumulation or several epochs, enough to pass the end of an epoch.",

@@ -269,7 +269,7 @@ def put_written(path: Path, written: Written, expected: Expected, report: Report
 
     `path` is a file, or for PEFT a folder. Figures `bytes`, `tensors`, `max_delta_error`, `narrowing_error`,
     `flushed_share`; artifacts `adapter`, and where there are such `config` and `embeddings`. Returns what was read
-    back. Raises FileError (READ-BACK, FILE-NOT-WRITTEN).
+    back. Raises FileError (FILE-READ-BACK, FILE-NOT-WRITTEN).
     """
     folder = path.parent if written.config is None else path
     names = file_names(written, path)
@@ -327,7 +327,7 @@ def tell_written(written: Written, names: Mapping[str, str], report: Report) -> 
 
 
 def read_back(path: Path, written: Written, expected: Expected, report: Report) -> Reading:
-    """The file as it reads back; raises FileError (READ-BACK) where a site's change is further off than it may be.
+    """The file as it reads back; raises FileError (FILE-READ-BACK) where a site's change is further off than it may be.
 
     Of a site whose numbers became zero nothing may be left, which is told by other means.
     """
@@ -342,7 +342,7 @@ def read_back(path: Path, written: Written, expected: Expected, report: Report) 
     if faults or back.unmatched or not errors[worst] <= allowed:
         raise FileError(
             f"the file does not read back as what was written: {worst} is off by {errors[worst]:.1e}",
-            code="READ-BACK",
+            code="FILE-READ-BACK",
             subject=worst,
             evidence={
                 "error": errors[worst],

@@ -138,7 +138,7 @@ def open_folder(folder: Path) -> tuple[dict[str, TensorFile], tuple[Path, ...], 
     if not files:
         raise ModelError(
             f"{folder} holds no safetensors files, neither itself nor in its folders",
-            code="MODEL-FILES-MISSING",
+            code="MODEL-WITHOUT-WEIGHTS",
             subject=str(folder),
             remedy="MODEL is a safetensors file, its .index.json, or a diffusers folder.",
         )

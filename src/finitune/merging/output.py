@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from finitune.errors import FileError, UsageError
+from finitune.errors import UsageError
 from finitune.files.tensorfile import INDEX_SUFFIX, TensorEntry, TensorFile
-from finitune.files.writer import encode_header, staged
+from finitune.files.writer import demand_room, encode_header, staged
 from finitune.merging.bases import ENDING, Base
 from finitune.merging.plan import Plan, Planned
 from finitune.merging.stream import Lane, flushed_meanwhile, in_lanes, reserve
@@ -185,18 +184,9 @@ def same_file(a: Path, b: Path) -> bool:
 
 
 def demand_disk(files: Sequence[OutFile], out: Path) -> int:
-    """The bytes that will be written; raises FileError where the disk has fewer free."""
+    """The bytes that will be written; raises FileError (DISK-FULL) where the disk has fewer free."""
     needed = sum(file.size for file in files)
-    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if needed > free:
-        raise FileError(
-            f"the output needs {needed / 1e9:.2f} GB, and {there} has {free / 1e9:.2f} GB free",
-            code="MERGE-DISK",
-            subject=str(out),
-            evidence={"needed_bytes": needed, "free_bytes": free},
-            remedy="Free some space, or write to another disk. Nothing was written.",
-        )
+    demand_room(out, needed, "Free some space, or write to another disk. Nothing was written.")
     return needed
 
 

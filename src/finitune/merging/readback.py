@@ -183,7 +183,7 @@ def written_wrong(path: str, why: str) -> FileError:
     """The error for a file that does not come back as it was written."""
     return FileError(
         f"{path} was read back, and is wrong: {why}",
-        code="MERGE-READBACK",
+        code="FILE-READ-BACK",
         subject=path,
         evidence={},
         remedy="The disk or the memory is faulty, or another program wrote to it. Nothing was left behind.",

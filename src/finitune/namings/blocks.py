@@ -59,7 +59,7 @@ def doubtful_blocks(
         )
         remedy = f'If it is: finitune convert FILE --to kohya --blocks "{name}".'
         evidence: dict[str, object] = {"last_block": last, "last_block_of_model": last_of_model}
-        found.append(Finding(Level.WARNING, "ADAPTER-BLOCKS", template, message, evidence, remedy))
+        found.append(Finding(Level.WARNING, "BLOCKS-OF-SMALLER-MODEL", template, message, evidence, remedy))
     return found
 
 

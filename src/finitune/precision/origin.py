@@ -37,7 +37,6 @@ Kind = Literal[
     "mask",
     "weight",
     "input",
-    "scheduler",
     "other",
 ]
 

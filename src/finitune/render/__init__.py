@@ -66,8 +66,14 @@ def name_of(key: str) -> str:
 
 
 def numbers(evidence: Mapping[str, object]) -> str:
-    """The evidence of a finding on one line."""
-    return ", ".join(f"{name_of(key)} {spelled(value)}" for key, value in evidence.items())
+    """The evidence of a finding on one line, without lists of records: these are for JSON, and told in the message."""
+    plain = {key: value for key, value in evidence.items() if not has_records(value)}
+    return ", ".join(f"{name_of(key)} {spelled(value)}" for key, value in plain.items())
+
+
+def has_records(value: object) -> bool:
+    """Whether a value is a list of mappings."""
+    return isinstance(value, (list, tuple)) and any(isinstance(one, Mapping) for one in value)
 
 
 def escaped(text: str) -> str:

@@ -15,7 +15,8 @@ from finitune.report import Finding
 class Measured:
     """One real step at the largest bucket, before the first: what the run will need.
 
-    Memory in bytes; `memory_total` None where it is not known; seconds for one optimiser step, of all micro-batches.
+    Memory in bytes; `memory_total` None where it is not known; seconds for one optimiser step, of all micro-batches;
+    `left_seconds` to the end of the run, with its saves and previews.
     """
 
     step_seconds: float
@@ -26,6 +27,7 @@ class Measured:
     bucket: tuple[int, int]
     batch: int
     split: int = 1
+    left_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

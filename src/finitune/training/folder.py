@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from finitune.errors import FileError, UsageError
-from finitune.files.writer import hold
-from finitune.training.staged import discard, not_written, sweep
+from finitune.errors import UsageError
+from finitune.files.writer import demand_room, hold, not_written
+from finitune.training.staged import discard, sweep
 from finitune.training.state import SUFFIX
 
 LOCK = ".finitune-run"
@@ -117,16 +116,8 @@ class RunFolder:
 
     def demand_space(self, size_bytes: int) -> None:
         """Raise FileError (DISK-FULL) where the disk has no room for so many bytes."""
-        there = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        free = shutil.disk_usage(there).free
-        if free < size_bytes:
-            raise FileError(
-                f"The run will write {size_bytes / 1e6:.0f} MB into {self.path}, where {free / 1e6:.0f} MB are free.",
-                code="DISK-FULL",
-                subject=str(self.path),
-                evidence={"needed_bytes": size_bytes, "free_bytes": free},
-                remedy="Make room, write to another disk, or keep fewer files: save_last_n, save_state = false.",
-            )
+        remedy = "Make room, write to another disk, or keep fewer files: save_last_n, save_state = false."
+        demand_room(self.path, size_bytes, remedy)
 
 
 def point(step: int | None, epoch: int | None) -> str:

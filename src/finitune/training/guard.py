@@ -55,7 +55,8 @@ class Evidence:
     """What is known of a step, over all processes once `merged`.
 
     `names` are the step's samples; `suspects` those of them that are not finite when looked at alone; `where` names the
-    first non-finite tensor, if it was looked for. `weights` are the adapter's, `base` the frozen model's.
+    first non-finite tensor, if it was looked for. `weights` are the adapter's, `base` the frozen model's. With the last
+    good adapter the suspects are finite where `adapter_sound` is False: it went too far, and they are not to blame.
     """
 
     step: int
@@ -64,6 +65,7 @@ class Evidence:
     gradient_finite: bool = True
     weights_finite: bool = True
     base_finite: bool = True
+    adapter_sound: bool = True
     suspects: tuple[str, ...] = ()
     where: str = ""
 
@@ -71,7 +73,7 @@ class Evidence:
     def ok(self) -> bool:
         """Whether the step may reach the adapter."""
         finite = self.loss_finite and self.gradient_finite and self.weights_finite and self.base_finite
-        return finite and not self.suspects
+        return finite and self.adapter_sound and not self.suspects
 
     @property
     def acquits_the_model(self) -> bool:
@@ -111,6 +113,7 @@ class Evidence:
             gradient_finite=all(part.gradient_finite for part in parts),
             weights_finite=all(part.weights_finite for part in parts),
             base_finite=all(part.base_finite for part in parts),
+            adapter_sound=all(part.adapter_sound for part in parts),
             suspects=united(part.suspects for part in parts),
             where=next((part.where for part in parts if part.where), ""),
         )
@@ -162,7 +165,7 @@ class Guard:
             return Verdict(Action.OK)
         if not evidence.base_finite:
             return Verdict(Action.STOP, evidence.fault)
-        if not evidence.weights_finite:
+        if not (evidence.weights_finite and evidence.adapter_sound):
             return self._back(evidence.fault)
         fresh = tuple(name for name in evidence.suspects if name not in self.quarantined)
         if fresh and self.settings.quarantine:

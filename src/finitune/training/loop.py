@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from finitune.adapters import AdapterSet
-from finitune.datasets.items import seed_of
+from finitune.datasets.items import Batch, seed_of
 from finitune.errors import NumericsError
 from finitune.report import Finding, Level
 from finitune.training import events
@@ -183,6 +183,9 @@ class Trainer:
         if not self.anywhere(weight is not None or bool(suspects)):
             suspects = self.run.differentiator.alone(gradient.batches, step, self.now.attempt)
         base = self.run.base_nonfinite() if not self.now.guard.good else ""
+        sound = weight is not None or not self.finite_before(gradient.batches, suspects, step)
+        if not sound:
+            where = f"it is with the adapter of step {self.snapshot.step}"
         own = Evidence(
             step=step,
             names=gradient.names,
@@ -190,10 +193,22 @@ class Trainer:
             gradient_finite=False,
             weights_finite=weight is None,
             base_finite=not base,
+            adapter_sound=sound,
             suspects=() if weight else suspects,
             where=base or where,
         )
         return Evidence.merged(self.run.ranks.gathered(own))
+
+    def finite_before(self, batches: Sequence[Batch], suspects: Sequence[str], step: int) -> bool:
+        """Whether any of this process's suspects is finite with the last good adapter: then not they are to blame."""
+        if self.now.taken == self.snapshot.taken:
+            return False
+        now = self.run.learner.tensors()
+        self.run.learner.restore(self.snapshot.adapter)
+        accused = [batch.part(i, i + 1) for batch in batches for i, name in enumerate(batch.names) if name in suspects]
+        guilty = self.run.differentiator.alone(accused, step, self.now.attempt)
+        self.run.learner.restore(now)
+        return len(guilty) < len(accused)
 
     def update(self, gradient: Gradient, rate: float) -> None:
         """Cut the gradient, set the rates, take the step, and what follows a step that was taken."""

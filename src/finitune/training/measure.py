@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from finitune.config.schema import TrainConfig
 from finitune.datasets.items import Batch
+from finitune.device.reading import group_memory
 from finitune.report import Finding, Level
 from finitune.training.events import Measured
 from finitune.training.optimizers import Trained
@@ -17,14 +20,26 @@ from finitune.training.step import Differentiator
 
 MARGIN = 0.92
 """The share of a GPU's memory up to which a run is called safe: the rest is the driver's, and fragments."""
-SAVERS = (
-    ("training.gradient_checkpointing = true", "activations of one block at a time instead of all"),
-    ("training.train_batch_size = 1, with more gradient_accumulation_steps", "fewer pictures at once"),
-    ("model.storage = 'fp8'", "half of the frozen weights"),
-    ("training.offload_blocks, as many as the model has", "one block's weights on the GPU at a time"),
-    ("a lower resolution", "fewer tokens"),
+SAVERS: tuple[tuple[str, str, Callable[[TrainConfig], bool]], ...] = (
+    (
+        "training.gradient_checkpointing = true",
+        "activations of one block at a time instead of all",
+        lambda config: not config.training.gradient_checkpointing,
+    ),
+    (
+        "training.train_batch_size = 1, with more gradient_accumulation_steps",
+        "fewer pictures at once",
+        lambda config: config.training.train_batch_size > 1,
+    ),
+    ("model.storage = 'fp8'", "half of the frozen weights", lambda config: config.model.storage != "fp8"),
+    (
+        "training.offload_blocks, as many as the model has",
+        "one block's weights on the GPU at a time",
+        lambda config: not config.training.offload_blocks,
+    ),
+    ("a lower resolution", "fewer tokens", lambda config: True),
 )
-"""What makes a run smaller, from the least to the largest loss in speed or quality."""
+"""What makes a run smaller, from the least to the largest loss in speed or quality, and whether it is left to do."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +61,19 @@ class Memory:
             import resource
         except ImportError:  # Windows
             return 0
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
     def total(self) -> int | None:
-        """Bytes that could be had."""
+        """Bytes that could be had: of the GPU; on a CPU those of the machine, or what a container is given of them."""
         if self.device.type == "cuda":
             return torch.cuda.mem_get_info(self.device)[1]
         try:
             import psutil
         except ImportError:
             return None
-        return psutil.virtual_memory().total
+        machine, limit = psutil.virtual_memory().total, group_memory()[0]
+        return machine if limit is None else min(machine, limit)
 
 
 def measure(
@@ -114,17 +131,19 @@ def timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def fit(measured: Measured, asked_batch: int) -> Finding:
-    """Whether the run fits, with the numbers, and what would make it smaller where it does not, or hardly does."""
+def fit(measured: Measured, config: TrainConfig) -> Finding:
+    """Whether the run fits, with the numbers, and what is left to make it smaller where it does not, or hardly does."""
     total, peak = measured.memory_total, measured.memory_peak
     share = peak / total if total else 0.0
     evidence: dict[str, object] = {"peak_bytes": peak, "total_bytes": total, "split": measured.split}
     width, height = measured.bucket
-    what = f"a step at {width} x {height} with {asked_batch} pictures took {peak / 2**30:.2f} GiB at its peak"
+    what = f"a step at {width} x {height} with {measured.batch} pictures took {peak / 2**30:.2f} GiB at its peak"
     if measured.split > 1:
         what += f", in {measured.split} parts, because memory was short"
     if share <= MARGIN and measured.split == 1:
         of = f" of {total / 2**30:.2f}" if total else ""
         return Finding(Level.NOTE, "FITS", "memory", what + of, evidence)
-    options = "; ".join(f"{option} ({why})" for option, why in SAVERS)
+    if total and share > MARGIN:
+        what += f" of {total / 2**30:.2f}: {(peak - MARGIN * total) / 2**30:.2f} more than is safe"
+    options = "; ".join(f"{option} ({why})" for option, why, is_left in SAVERS if is_left(config))
     return Finding(Level.WARNING, "FITS-BARELY", "memory", what, evidence, f"The least change first: {options}.")

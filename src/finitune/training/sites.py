@@ -6,6 +6,7 @@ Patterns are regular expressions of whole names, as in sd-scripts; they are trie
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from finitune.namings.resolve import Resolver
 from finitune.report import Finding, Level, Table
 
 OPTIONS = ("factor", "full_matrix", "decompose_both", "unbalanced", "use_tucker", "constraint")
+LOW_RANK = ("lora", "loha", "glora")
+"""Algorithms whose change is made of factors of the rank, however large it is."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,12 @@ class Chosen:
     def site(self) -> str:
         """The component and the module's name."""
         return f"{self.component}.{self.module}"
+
+    @property
+    def full_rank(self) -> int:
+        """The largest rank that a change of the weight can have."""
+        out, *inner = self.shape
+        return min(out, math.prod(inner))
 
     def target(self, weight: nn.Parameter, network: NetworkSection) -> Target:
         """What a new adapter is made for."""
@@ -118,7 +127,7 @@ def choose_sites(roots: Mapping[str, nn.Module], family: ModelSpec, network: Net
     findings = tuple(idle_pattern(pattern, chosen, left_out) for pattern in idle.values())
     if not chosen:
         raise nothing_chosen(roots, left_out, findings)
-    return Choice(tuple(chosen), left_out, findings)
+    return Choice(tuple(chosen), left_out, (*findings, *ranks_above(chosen, network)))
 
 
 def candidates(roots: Mapping[str, nn.Module], family: ModelSpec) -> Iterator[tuple[str, str, nn.Module, str]]:
@@ -211,6 +220,23 @@ def idle_pattern(pattern: Pattern, chosen: Iterable[Chosen], left_out: Mapping[s
         "Patterns must fit a whole name, so that `.*` is often needed at either end."
         + did_you_mean(pattern.text, known),
     )
+
+
+def ranks_above(chosen: Iterable[Chosen], network: NetworkSection) -> Iterator[Finding]:
+    """The finding that ranks are larger than any change of their weights could have; LoKr takes them to mean full."""
+    above = [one for one in chosen if one.rank > one.full_rank] if network.algorithm in LOW_RANK else []
+    if above:
+        worst = max(above, key=lambda one: one.rank / one.full_rank)
+        yield Finding(
+            Level.WARNING,
+            "NETWORK-RANK-ABOVE",
+            "network.network_dim",
+            f"the rank is above the smaller side of {len(above)} weights; at {worst.site} it is {worst.rank}, and no "
+            f"change of this weight has a rank above {worst.full_rank}",
+            {"modules": len(above), "rank": worst.rank, "full_rank": worst.full_rank, "site": worst.site},
+            f"A rank of {min(one.full_rank for one in above)} says as much there with fewer numbers: network_dim, "
+            "network_reg_dims for some modules; or algorithm = 'full'.",
+        )
 
 
 def nothing_chosen(

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from finitune.errors import FileError
-from finitune.files.writer import flush, is_abandoned, locked, remove_strays, workshop_of
+from finitune.files.writer import flush, is_abandoned, locked, not_written, remove_strays, workshop_of
 
 PARTIAL = re.compile(r"\.partial-(?P<mark>[0-9a-f]{8})-(?P<name>.+)")
 DISCARDED = ".discarded-"
@@ -95,14 +94,3 @@ def discard(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def not_written(path: Path, error: OSError) -> FileError:
-    """What is said where the system refuses to write."""
-    return FileError(
-        f"{path} could not be written: {error.strerror or error}",
-        code="FILE-NOT-WRITTEN",
-        subject=str(path),
-        evidence={"errno": error.errno},
-        remedy="Check the free space and the permissions of the folder. Nothing was left behind.",
-    )

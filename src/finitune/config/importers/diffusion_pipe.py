@@ -272,7 +272,7 @@ def import_diffusion_pipe_dataset(document: Mapping[str, Any], source: Path | st
 def full_training(source: str) -> Finding:
     """The warning for a run without an [adapter]."""
     message = "there is no [adapter]: the original trains the whole model, here an adapter is trained"
-    return Finding(Level.WARNING, "CONFIG-FULL-TRAINING", source, message, {}, "Set the network section as you like.")
+    return Finding(Level.WARNING, "CONFIG-WHOLE-MODEL", source, message, {}, "Set the network section as you like.")
 
 
 def datasets(account: Account, batches: object) -> list[dict[str, object]]:

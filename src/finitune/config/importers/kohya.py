@@ -48,7 +48,7 @@ class Entry:
 def import_kohya(document: Mapping[str, Any], source: Path) -> Imported:
     """A training's TOML of sd-scripts (--config_file), or of lora-scripts, in our terms.
 
-    Raises UsageError (CONFIG-NO-DATASETS) where dataset_config names a file that is not there.
+    The finding CONFIG-NO-DATASETS, an error, tells that dataset_config names a file that is not there.
     """
     levels = {name: document[name] for name in ("general", "datasets") if "datasets" in document and name in document}
     flat = list(entries_of({name: value for name, value in document.items() if name not in levels}))
@@ -58,7 +58,7 @@ def import_kohya(document: Mapping[str, Any], source: Path) -> Imported:
 def import_flags(line: str) -> Imported:
     """A command line of sd-scripts in our terms: launcher, script, flags, and the files that they name.
 
-    Raises UsageError: CONFIG-FLAGS, CONFIG-NO-FILE, CONFIG-NO-DATASETS.
+    Raises UsageError: CONFIG-FLAGS, CONFIG-NO-FILE.
     """
     command = taken_apart(line)
     own = [Entry(name, name.lstrip("-").replace("-", "_"), value) for name, value in command.flags]
@@ -215,7 +215,11 @@ def datasets_named(
     if levels:
         return merged_levels(book, levels, source, "")
     if file not in OFF:
-        path = found(str(file), source, "dataset_config", "CONFIG-NO-DATASETS")
+        try:
+            path = found(str(file), source, "dataset_config", "CONFIG-NO-DATASETS")
+        except UsageError as error:  # an error of the account: the other keys are looked at all the same
+            book.findings.append(Finding.of(error))
+            return []
         return merged_levels(book, read_toml(path).document, path, f"{path.name}: ")
     if "metadata_file" in named:
         folder = {"image_dir": flat["train_data_dir"]} if flat.get("train_data_dir") not in OFF else {}

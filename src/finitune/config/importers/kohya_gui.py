@@ -69,8 +69,7 @@ class Form:
 def import_gui(document: Mapping[str, Any], source: Path) -> Imported:
     """A configuration or preset of the kohya_ss GUI for LoRA in our terms.
 
-    A field that is missing has the GUI's default. Raises UsageError (CONFIG-NO-DATASETS) where dataset_config names a
-    file that is not there.
+    A field that is missing has the GUI's default.
     """
     form = Form(document)
     entries: list[Entry] = []

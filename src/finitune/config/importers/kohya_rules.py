@@ -8,11 +8,12 @@ Facts: sd-scripts, library/train_util.py, train_network.py, library/config_util.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from finitune.config.imported import Fate
 from finitune.config.importers.mapping import Answer, changed, no_effect, number, plainly, taken, unsupported, whole
 from finitune.config.importers.terms import as_list, optimizer_name
+from finitune.config.schema import Schedule
 
 Beside = Mapping[str, Any]
 
@@ -133,15 +134,8 @@ def warmup(value: Any, beside: Beside) -> Answer:
     return answer
 
 
-SCHEDULES = (
-    "constant",
-    "constant_with_warmup",
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "cosine_with_min_lr",
-)
+SCHEDULES = get_args(Schedule)
+"""Kohya's own names."""
 NEAREST_SCHEDULE = {
     "warmup_stable_decay": "constant_with_warmup",
     "inverse_sqrt": "polynomial",

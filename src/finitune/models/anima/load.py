@@ -183,7 +183,7 @@ def parts_of(pipe: AnimaModularPipeline) -> AnimaParts:
     if lacking:
         raise ModelError(
             f"the pipeline has no {', '.join(lacking)}",
-            code="MODEL-PARTS-MISSING",
+            code="PIPELINE-PARTS-MISSING",
             subject=type(pipe).__name__,
             evidence={"missing": lacking},
             remedy="Call its load_components() or update_components() first.",

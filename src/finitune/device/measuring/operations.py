@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finitune.device.measure_trial import DTYPES, Operation, Row, Shape, first_line, random, rated, seconds_of, told
+from finitune.device.measuring.trial import DTYPES, Operation, Row, Shape, first_line, random, rated, seconds_of, told
 from finitune.numerics.half import half_linear
 
 LARGE = 2.0**20

@@ -1,6 +1,6 @@
 """What each process of `finitune doctor --distributed` does: meet, name its device, and talk, one stage after another.
 
-    python -m finitune.device.peers '{"rank": 0, "world": 2, "port": 29500, "device": "cpu", "limit_s": 30}'
+    python -m finitune.device.peers.peer '{"rank": 0, "world": 2, "port": 29500, "device": "cpu", "limit_s": 30}'
 
 It tells on standard output, a JSON object a line, which stage it begins and what came of it. So whoever started it can
 say of a process that hangs, or is gone, where that was. It ends when its standard input does: nobody is left behind.

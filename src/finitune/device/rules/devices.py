@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from finitune.device.environment import Device, Environment
 from finitune.device.hardware import Advice, advise, has_kernels
-from finitune.device.rule import ERROR, NOTE, WARNING, Numbers, Rule, gib, leading, once
+from finitune.device.rules.rule import ERROR, NOTE, WARNING, Numbers, Rule, gib, leading, once
 from finitune.report import Finding
 
 P2P_SINCE = "550.40.07"
@@ -123,7 +123,7 @@ def examine_processes(environment: Environment, processes: int) -> list[Finding]
         what = f"{processes} processes for {gpus} GPU{'s' * (gpus > 1)}: two would share one, which NCCL refuses"
         remedy = f"Start {gpus}: --distributed {gpus}, torchrun --nproc-per-node {gpus}."
         evidence = {**numbers, "source": "https://github.com/Peterande/D-FINE/issues/289"}
-        return [Finding(ERROR, "PROCESSES-SHARE-GPU", "processes", what, evidence, remedy)]
+        return [Finding(ERROR, "GPUS-TOO-FEW", "processes", what, evidence, remedy)]
     what = f"{processes} process{'es' * (processes > 1)} for {gpus} GPUs: {gpus - processes} will be idle"
     return [Finding(NOTE, "GPUS-IDLE", "processes", what, numbers, "Nothing to do, if that is what is meant.")]
 

@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from finitune.device.measure_operations import CONVOLUTION, PRODUCT, SCALED, SWITCHES
-from finitune.device.measure_trial import ALLOWED, REDUCED_FROM, Row, spelled
+from finitune.device.measuring.operations import CONVOLUTION, PRODUCT, SCALED, SWITCHES
+from finitune.device.measuring.trial import ALLOWED, REDUCED_FROM, Row, spelled
 from finitune.report import Finding, Level
 
 MASKED_ROW = "fully masked row"
@@ -31,7 +31,7 @@ WHY_SLOW = {
 }
 
 
-def findings(
+def findings_of(
     rows: Sequence[Row], lacking: Mapping[str, Mapping[str, str]], *, on_cpu: bool, load: float = 0.0
 ) -> list[Finding]:
     """Errors for wrong results, warnings for what is slow, missing or fragile, notes for what is worth knowing.

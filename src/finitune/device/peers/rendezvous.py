@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from finitune.device.peers import STAGES, STARTED, Spec
+from finitune.device.peers.peer import STAGES, STARTED, Spec
 from finitune.progress import Progress
 
 START_LIMIT_S = 60.0
@@ -153,7 +153,7 @@ def _running(specs: list[Spec], variables: Mapping[str, str]) -> Iterator[tuple[
 
 def _started(spec: Spec, environment: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "finitune.device.peers", json.dumps(asdict(spec))],
+        [sys.executable, "-m", "finitune.device.peers.peer", json.dumps(asdict(spec))],
         env=environment,
         stdin=subprocess.PIPE,  # it ends when this process does
         stdout=subprocess.PIPE,

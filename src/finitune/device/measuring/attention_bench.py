@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from finitune.device.attention_backends import Attend, Backend, heads, written_out
-from finitune.device.measure_operations import with_gradients
-from finitune.device.measure_trial import DTYPES, Shape, first_line, random, seconds_of, told
+from finitune.device.measuring.attention import Attend, Backend, heads, written_out
+from finitune.device.measuring.operations import with_gradients
+from finitune.device.measuring.trial import DTYPES, Shape, first_line, random, seconds_of, told
 from finitune.numerics.compare import relative_l2
 
 ROWS = 128  # query rows whose gradients are compared

@@ -6,11 +6,11 @@ cannot do, packages that do not fit, the system's limits, and variables.
 
 from __future__ import annotations
 
-from finitune.device import rules_devices, rules_packages, rules_system, rules_torch, rules_variables
 from finitune.device.environment import Environment
+from finitune.device.rules import devices, packages, pytorch, system, variables
 from finitune.report import Finding, Level
 
-TABLES = (rules_torch, rules_devices, rules_packages, rules_system, rules_variables)
+TABLES = (pytorch, devices, packages, system, variables)
 
 
 def examine(environment: Environment) -> list[Finding]:

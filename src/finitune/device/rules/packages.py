@@ -13,8 +13,8 @@ from packaging.version import InvalidVersion, Version
 
 from finitune.device.environment import Environment, Package
 from finitune.device.hardware import Capability, has_kernels
-from finitune.device.rule import ERROR, NOTE, WARNING, Numbers, Rule, leading
-from finitune.device.rules_devices import identity, kinds
+from finitune.device.rules.devices import identity, kinds
+from finitune.device.rules.rule import ERROR, NOTE, WARNING, Numbers, Rule, leading
 from finitune.report import Level
 
 OURS = "finitune"

@@ -16,8 +16,7 @@ from functools import partial
 
 import torch
 
-from finitune.device import measure_findings
-from finitune.device.attention_backends import (
+from finitune.device.measuring.attention import (
     ATTENTION,
     GRADIENTS,
     Attend,
@@ -27,7 +26,8 @@ from finitune.device.attention_backends import (
     masked_row,
     sdpa_backends,
 )
-from finitune.device.measure_operations import (
+from finitune.device.measuring.findings import MASKED_ROW, findings_of
+from finitune.device.measuring.operations import (
     CONVOLUTION,
     PRODUCT,
     SCALED,
@@ -38,13 +38,12 @@ from finitune.device.measure_operations import (
     sloppy,
     switches,
 )
-from finitune.device.measure_trial import DTYPES, Operation, Row, Shape, check, quiet, spelled, spelled_rate, timed
+from finitune.device.measuring.trial import DTYPES, Operation, Row, Shape, check, quiet, spelled, spelled_rate, timed
 from finitune.progress import Progress
 from finitune.report import Finding, Table
 
 STAGE = "measuring"
 HEAD_SIZES = (64, 128)
-MASKED_ROW = measure_findings.MASKED_ROW
 COPIED_BYTES = {"cpu": 2**25}
 COPIED_BYTES_GPU = 2**28
 
@@ -122,7 +121,7 @@ class Measurements:
     def findings(self) -> list[Finding]:
         """What is wrong, slow or missing here."""
         needed = {d: {n: t for n, t in lacks.items() if n not in SPARED} for d, lacks in self.lacking.items()}
-        return measure_findings.findings(self.rows, needed, on_cpu=self.small, load=self.load)
+        return findings_of(self.rows, needed, on_cpu=self.small, load=self.load)
 
 
 RATED = (PRODUCT.name, CONVOLUTION.name, SCALED.name)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from finitune.device.environment import GIB, Environment
-from finitune.device.rule import ERROR, NOTE, WARNING, Numbers, Rule, gib, leading, once
+from finitune.device.rules.rule import ERROR, NOTE, WARNING, Numbers, Rule, gib, leading, once
 
 SMALL_RAM = 12 * GIB
 LITTLE_FREE_RAM = 4 * GIB

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from finitune.device import reading_packages, reading_torch
 from finitune.device.environment import Disk, Environment, Limits, Machine, Memory, Python, Toolkit
+from finitune.device.reading import packages, pytorch
 
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ def read_environment() -> Environment:
             unread.append(f"{what}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
             return otherwise
 
-    torch = reading_torch.read_torch()
-    driver = attempt("driver", reading_torch.read_driver, reading_torch.NO_DRIVER)
+    torch = pytorch.read_torch()
+    driver = attempt("driver", pytorch.read_driver, pytorch.NO_DRIVER)
     loads = bool(torch.version) and not torch.error
     return Environment(
         python=attempt("python", read_python, Python(platform.python_version(), 64, "", "", False)),
@@ -58,8 +58,8 @@ def read_environment() -> Environment:
         driver=driver,
         memory=attempt("memory", read_memory, Memory(0, 0, None, 0, 0, None)),
         limits=attempt("limits", read_limits, Limits(None, None)),
-        devices=attempt("devices", lambda: reading_torch.read_devices(driver), ()) if loads else (),
-        packages=attempt("packages", reading_packages.read_packages, ()),
+        devices=attempt("devices", lambda: pytorch.read_devices(driver), ()) if loads else (),
+        packages=attempt("packages", packages.read_packages, ()),
         disks=attempt("disks", read_disks, ()),
         toolkits=attempt("toolkits", read_toolkits, ()),
         variables=read_variables(os.environ),
@@ -108,7 +108,7 @@ def read_cpu() -> tuple[str, set[str]]:
         name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
         flags = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.MULTILINE)
         return name[1].strip() if name else "", set(flags[1].split()) if flags else set()
-    return platform.processor(), reading_torch.cpu_flags()
+    return platform.processor(), pytorch.cpu_flags()
 
 
 def read_container() -> str:
@@ -188,7 +188,7 @@ def read_toolkits() -> tuple[Toolkit, ...]:
     """The compilers of CUDA and ROCm on the path."""
     found = []
     for program, pattern in (("nvcc", r"release (\d+\.\d+)"), ("hipcc", r"HIP version: (\d+\.\d+)")):
-        match = re.search(pattern, reading_torch.output_of(program, "--version"))
+        match = re.search(pattern, pytorch.output_of(program, "--version"))
         found += [Toolkit(program, match[1])] if match else []
     return tuple(found)
 

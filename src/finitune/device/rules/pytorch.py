@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from finitune.device.environment import Environment
-from finitune.device.rule import ERROR, NOTE, WARNING, Numbers, Rule, leading, once
+from finitune.device.rules.rule import ERROR, NOTE, WARNING, Numbers, Rule, leading, once
 
 Blindness = Literal["", "torch", "cpu-wheel", "rocm-build", "no-driver", "driver-old", "hidden", "no-gpu", "unknown"]
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from finitune.device.environment import Environment
-from finitune.device.nccl_names import REAL, words
-from finitune.device.rule import ERROR, NOTE, WARNING, Numbers, Rule, leading, once
+from finitune.device.rules.nccl_names import REAL, words
+from finitune.device.rules.rule import ERROR, NOTE, WARNING, Numbers, Rule, leading, once
 from finitune.errors import did_you_mean
 from finitune.report import Finding, Level
 
@@ -129,17 +129,38 @@ def unknown_allocator_keys(environment: Environment) -> Iterator[Numbers]:
                 yield {"variable": name, "key": key, "what": did_you_mean(key, ALLOCATOR_KEYS)}
 
 
+def broken_allocator(variables: Mapping[str, str]) -> tuple[str, str] | None:
+    """The variable of torch's allocator, and its part, at which importing torch aborts the process; None if sound.
+
+    Source: measured with torch 2.14, which asks for the token behind a key without looking whether there is one.
+
+    >>> broken_allocator({"PYTORCH_ALLOC_CONF": "max_split_size_mb=128"})
+    ('PYTORCH_ALLOC_CONF', 'max_split_size_mb=128')
+    """
+    for name in ALLOCATOR:
+        for part in without_lists(variables.get(name, "")).split(","):
+            key, colon, value = part.partition(":")
+            if key.strip() and not (colon and value.strip()):
+                return name, part.strip()
+    return None
+
+
 def allocator_keys(settings: str) -> list[str]:
     """The keys of "key:value,key:[value,value]".
 
     >>> allocator_keys("expandable_segments:True,roundup_power2_divisions:[256:1,512:2]")
     ['expandable_segments', 'roundup_power2_divisions']
     """
+    return [part.partition(":")[0].strip() for part in without_lists(settings).split(",") if part.strip()]
+
+
+def without_lists(settings: str) -> str:
+    """The settings with each list shrunk to its closing bracket, so that every comma stands between two settings."""
     flat, depth = "", 0
     for char in settings:
         depth += (char == "[") - (char == "]")
         flat += char if not depth else ""
-    return [part.partition(":")[0].strip() for part in flat.split(",") if part.strip()]
+    return flat
 
 
 def ignored_allocator(environment: Environment) -> list[Numbers]:

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finitune.device.measure_operations import with_gradients
-from finitune.device.measure_trial import Operation, Shape, random, told
+from finitune.device.measuring.operations import with_gradients
+from finitune.device.measuring.trial import Operation, Shape, random, told
 from finitune.numerics.attention import half_attention
 
 BY_ITSELF = "torch's choice"
