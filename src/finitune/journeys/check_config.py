@@ -28,9 +28,9 @@ from finitune.config.read import nowhere, refuse_foreign
 from finitune.config.schema import TrainConfig
 from finitune.config.text import decoded, read_toml
 from finitune.errors import FinituneError, UsageError
-from finitune.journeys.check_dataset import UNNAMED, look_at_data, sort_by_harm
+from finitune.journeys.check_pictures import look_at_data
 from finitune.journeys.check_sites import check_sites
-from finitune.journeys.checks import Mending, Request
+from finitune.journeys.checks import UNNAMED, Mending, Request, sort_by_harm
 from finitune.progress import Progress
 from finitune.report import Finding, Level, Report, Table
 

@@ -29,6 +29,8 @@ class Mending:
     apply: Callable[[], None]
 
 
+UNNAMED = "unnamed"
+"""What stands for a model or a folder that nobody has named."""
 ORIGINAL = ".orig"
 """What is behind the name of a copy that was put aside; of several, followed by a number."""
 
@@ -71,3 +73,8 @@ def tell_names(files: Iterable[TensorFile], report: Report) -> None:
 def dtypes_of(file: TensorFile) -> dict[str, int]:
     """How many tensors there are of each dtype, as the file names it."""
     return dict(Counter(entry.dtype for entry in file.entries.values()))
+
+
+def sort_by_harm(report: Report, begin: int) -> None:
+    """Put the findings from place `begin` on in order: errors, warnings, notes."""
+    report.findings[begin:] = sorted(report.findings[begin:], key=lambda one: list(Level).index(one.level))
