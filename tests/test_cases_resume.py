@@ -20,16 +20,16 @@ from tests.training_made import (
     FEW,
     FEW_BLOCKS,
     Outcome,
-    Workplace,
+    Playground,
     a_model_that_is_read_once,
-    a_workplace,
+    a_playground,
     meddling_with_runs,
     one_cache,
     pico,
     trained,
 )
 
-__all__ = ["a_model_that_is_read_once", "a_workplace", "meddling_with_runs", "one_cache"]
+__all__ = ["a_model_that_is_read_once", "a_playground", "meddling_with_runs", "one_cache"]
 
 PREVIEWED = {
     "network": FEW,
@@ -40,11 +40,11 @@ PREVIEWED = {
 """Ten steps, with a picture and a file at every fifth."""
 
 
-def resumed(workplace: Workplace, **sections: Any) -> Outcome:
+def resumed(playground: Playground, **sections: Any) -> Outcome:
     """Go on after four steps, under changed options."""
-    workplace.train(network=FEW, training={"max_train_steps": 4})
+    playground.train(network=FEW, training={"max_train_steps": 4})
     saving = {"resume": "auto"}
-    return workplace.train(**{"network": FEW, **sections, "saving": saving})
+    return playground.train(**{"network": FEW, **sections, "saving": saving})
 
 
 # --- RES-01: resume with a changed rank or module set -----------------------------------------------------------------
@@ -61,8 +61,8 @@ def resumed(workplace: Workplace, **sections: Any) -> Outcome:
     ],
     ids=["rank", "more modules", "other modules of the same shapes", "algorithm", "optimiser"],
 )
-def test_res_01_a_state_of_another_training_is_refused_before_it_is_loaded(workplace: Workplace, changes, told: str):
-    outcome = resumed(workplace, **changes)
+def test_res_01_a_state_of_another_training_is_refused_before_it_is_loaded(playground: Playground, changes, told: str):
+    outcome = resumed(playground, **changes)
     (finding,) = outcome.findings("STATE-DIFFERS")
     assert finding.level is Level.ERROR
     assert told in f"{finding.message} {finding.evidence}"
@@ -70,8 +70,8 @@ def test_res_01_a_state_of_another_training_is_refused_before_it_is_loaded(workp
     assert not outcome.of(events.Stepped)
 
 
-def test_res_01_a_changed_rate_goes_on_and_is_told(workplace: Workplace):
-    outcome = resumed(workplace, optimizer={"learning_rate": 1e-3})
+def test_res_01_a_changed_rate_goes_on_and_is_told(playground: Playground):
+    outcome = resumed(playground, optimizer={"learning_rate": 1e-3})
     assert [step.step for step in outcome.of(events.Stepped)] == [5, 6]
     assert outcome.reason == "done"
     changed = [
@@ -80,10 +80,10 @@ def test_res_01_a_changed_rate_goes_on_and_is_told(workplace: Workplace):
     assert len(changed) == 1 and changed[0].level is not Level.ERROR
 
 
-def test_res_01_the_weights_alone_are_a_start_for_another_optimiser(workplace: Workplace):
-    first = workplace.train(network=FEW, training={"max_train_steps": 4})
+def test_res_01_the_weights_alone_are_a_start_for_another_optimiser(playground: Playground):
+    first = playground.train(network=FEW, training={"max_train_steps": 4})
     network = {**FEW, "network_weights": first.paths["kohya"]}
-    outcome = workplace.train(network=network, optimizer={"optimizer_type": "SGD", "learning_rate": 1e-2})
+    outcome = playground.train(network=network, optimizer={"optimizer_type": "SGD", "learning_rate": 1e-2})
     assert outcome.reason == "done"
     assert outcome.validation[0] == pytest.approx(first.validation[-1], rel=1e-5)
 
@@ -91,8 +91,8 @@ def test_res_01_the_weights_alone_are_a_start_for_another_optimiser(workplace: W
 # --- RES-03: a tensor is left on another device -----------------------------------------------------------------------
 
 
-def test_res_03_nothing_is_offloaded_where_there_is_no_other_device(workplace: Workplace):
-    outcome = workplace.train(network=FEW, training={"offload_blocks": 2})
+def test_res_03_nothing_is_offloaded_where_there_is_no_other_device(playground: Playground):
+    outcome = playground.train(network=FEW, training={"offload_blocks": 2})
     (finding,) = outcome.findings("OFFLOAD-NEEDS-GPU")
     assert finding.subject == "training.offload_blocks" and finding.remedy
     assert outcome.events == []
@@ -128,18 +128,18 @@ def test_res_03_adapters_and_buffers_move_with_their_block():
     "error", [RuntimeError("CUDA out of memory"), MemoryError(), ValueError("bad size")], ids=lambda e: type(e).__name__
 )
 def test_res_04_a_failing_preview_is_a_warning_after_the_file(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, error: Exception
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, error: Exception
 ):
     saved_before: list[bool] = []
 
     def fail(self, step: int):
         if step == 5:
-            saved_before.append((workplace.folder / "run" / "made-step00000005.safetensors").exists())
+            saved_before.append((playground.folder / "run" / "made-step00000005.safetensors").exists())
             raise error
         return ()
 
     monkeypatch.setattr(train_files.Preview, "__call__", fail)
-    outcome = workplace.train(
+    outcome = playground.train(
         **PREVIEWED,
     )
     (finding,) = outcome.findings("PREVIEW-FAILED")
@@ -151,7 +151,7 @@ def test_res_04_a_failing_preview_is_a_warning_after_the_file(
 
 
 def test_res_04_an_interrupted_preview_leaves_the_file_of_its_step(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+    playground: Playground, monkeypatch: pytest.MonkeyPatch
 ):
     """A second Ctrl-C: at once, and the file of the step is there already."""
 
@@ -161,34 +161,34 @@ def test_res_04_an_interrupted_preview_leaves_the_file_of_its_step(
         return ()
 
     monkeypatch.setattr(train_files.Preview, "__call__", interrupt)
-    config = workplace.config(
+    config = playground.config(
         **PREVIEWED,
     )
     with asked_to_stop(), pytest.raises(KeyboardInterrupt):
         trained(config)
-    assert (workplace.folder / "run" / "made-step00000005.safetensors").exists()
-    rest = workplace.train(network=FEW, training={"max_train_steps": 10}, saving={"resume": "auto"})
+    assert (playground.folder / "run" / "made-step00000005.safetensors").exists()
+    rest = playground.train(network=FEW, training={"max_train_steps": 10}, saving={"resume": "auto"})
     assert [step.step for step in rest.of(events.Stepped)] == [6, 7, 8, 9, 10]
 
 
 # --- RES-05: nothing is learned ---------------------------------------------------------------------------------------
 
 
-def test_res_05_a_cut_graph_ends_the_run_after_its_first_step(workplace: Workplace, meddle):
+def test_res_05_a_cut_graph_ends_the_run_after_its_first_step(playground: Playground, meddle):
     def cut(ready: Prepared) -> None:
         whole = ready.run.learner.denoiser
         ready.run.learner.denoiser = lambda *asked: whole(*asked).detach()
 
     meddle(cut)
-    outcome = workplace.train(network=FEW)
+    outcome = playground.train(network=FEW)
     (finding,) = outcome.findings("TRAINS-NOTHING")
     assert finding.level is Level.ERROR and "non-reentrant" in finding.remedy
     assert outcome.report.exit_code == 1
     assert len(outcome.of(events.Stepped)) == 1
-    assert not list((workplace.folder / "run").glob("*.safetensors"))
+    assert not list((playground.folder / "run").glob("*.safetensors"))
 
 
-def test_res_05_an_optimiser_over_copies_ends_it_after_the_second(workplace: Workplace, meddle):
+def test_res_05_an_optimiser_over_copies_ends_it_after_the_second(playground: Playground, meddle):
     def copies(ready: Prepared) -> None:
         make = ready.run.make_optimizer
 
@@ -201,20 +201,20 @@ def test_res_05_an_optimiser_over_copies_ends_it_after_the_second(workplace: Wor
         ready.run.make_optimizer = over_copies
 
     meddle(copies)
-    outcome = workplace.train(network=FEW)
+    outcome = playground.train(network=FEW)
     (finding,) = outcome.findings("TRAINS-NOTHING")
     assert "none of 24 trained tensors changed in 2 updates" in finding.message
     assert len(outcome.of(events.Stepped)) == 2
 
 
-def test_res_05_a_rate_of_zero_is_refused_before_the_start(workplace: Workplace):
-    outcome = workplace.train(network=FEW, optimizer={"learning_rate": 0.0})
+def test_res_05_a_rate_of_zero_is_refused_before_the_start(playground: Playground):
+    outcome = playground.train(network=FEW, optimizer={"learning_rate": 0.0})
     assert outcome.report.exit_code != 0
     assert any("learning_rate" in finding.subject for finding in outcome.report.findings)
     assert outcome.events == []
 
 
-def test_res_05_a_module_that_is_never_called_is_a_warning_with_its_name(workplace: Workplace, meddle):
+def test_res_05_a_module_that_is_never_called_is_a_warning_with_its_name(playground: Playground, meddle):
     unused = "transformer_blocks.4.attn1.to_v"
 
     def bypass(ready: Prepared) -> None:
@@ -223,7 +223,7 @@ def test_res_05_a_module_that_is_never_called_is_a_warning_with_its_name(workpla
         block.to_v = block.to_v.base
 
     meddle(bypass)
-    outcome = workplace.train(network=FEW, training={"max_train_steps": 21})
+    outcome = playground.train(network=FEW, training={"max_train_steps": 21})
     (finding,) = outcome.findings("TRAINS-NOTHING")
     assert finding.level is Level.WARNING
     assert finding.evidence["first sites"] == [f"transformer.{unused}"]
@@ -232,8 +232,8 @@ def test_res_05_a_module_that_is_never_called_is_a_warning_with_its_name(workpla
 
 
 @pytest.mark.parametrize("precision", ["fp32", "current-half"])
-def test_res_05_checkpointing_learns_in_every_module(workplace: Workplace, precision: str):
-    outcome = workplace.train(model={"precision": precision}, training={"gradient_checkpointing": True})
+def test_res_05_checkpointing_learns_in_every_module(playground: Playground, precision: str):
+    outcome = playground.train(model={"precision": precision}, training={"gradient_checkpointing": True})
     ups = [t for name, t in TensorFile(outcome.paths["kohya"]).tensors() if "lora_up" in name]
     assert len(ups) == 60 and all(bool(up.any()) for up in ups)
     assert "TRAINS-NOTHING" not in outcome.codes

@@ -17,7 +17,7 @@ from finitune.report import Report
 from finitune.training import events
 from finitune.training.history import History, until
 from finitune.training.measure import Memory, fit
-from tests.training_made import FEW_BLOCKS, Workplace, a_model_that_is_read_once, a_workplace, one_cache  # noqa: F401
+from tests.training_made import FEW_BLOCKS, Playground, a_model_that_is_read_once, a_playground, one_cache  # noqa: F401
 
 FEW = {"only_patterns": FEW_BLOCKS}
 ANY = st.floats(allow_nan=False)
@@ -65,7 +65,7 @@ def logged(folder: Path, name: str = "steps") -> list[int]:
     return [json.loads(line)["step"] for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-def test_a_run_in_three_lives_has_one_log_and_one_page(workplace: Workplace):
+def test_a_run_in_three_lives_has_one_log_and_one_page(playground: Playground):
     pages: list[History] = []
 
     def page(_config, history: History, _report) -> str:
@@ -76,13 +76,13 @@ def test_a_run_in_three_lives_has_one_log_and_one_page(workplace: Workplace):
     options = {"network": FEW, "preview": preview, "saving": {"resume": "auto"}}
     options["validation"] = {"validate_every_n_steps": 2}
     for end in (3, 6, 6):
-        config = workplace.config(**options, training={"max_train_steps": 6})
+        config = playground.config(**options, training={"max_train_steps": 6})
         taken: list[int] = []
         report = Report("train")
         for event in events_of(config, report, page=page, stop=lambda: bool(taken) and taken[-1] == end):  # noqa: B023
             taken += [event.step] if isinstance(event, events.Stepped) else []
         assert report.exit_code == 0 and report.figures["steps"] == end
-    run = workplace.folder / "run"
+    run = playground.folder / "run"
     assert [finding.code for finding in report.findings].count("RUN-WAS-OVER") == 1
     assert logged(run) == [1, 2, 3, 4, 5, 6] == [one.step for one in pages[-1].steps]
     assert logged(run, "validations") == [0, 2, 4, 6] == logged(run, "ranges")
@@ -90,32 +90,32 @@ def test_a_run_in_three_lives_has_one_log_and_one_page(workplace: Workplace):
     assert {2, 4, 6} <= drawn.keys() and all(path.exists() for paths in drawn.values() for path in paths)
 
 
-def test_a_run_that_is_killed_has_logged_what_its_last_state_needs(workplace: Workplace):
-    run, seen = workplace.folder / "run", []
+def test_a_run_that_is_killed_has_logged_what_its_last_state_needs(playground: Playground):
+    run, seen = playground.folder / "run", []
 
     def stop() -> bool:
         seen.append(logged(run) if (run / "steps.jsonl").exists() else [])
         return False
 
-    workplace.train(stop=stop, network=FEW, saving={"save_every_n_steps": 2})
+    playground.train(stop=stop, network=FEW, saving={"save_every_n_steps": 2})
     assert seen == [[], [1, 2], [1, 2], [1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
 
 
-def test_measuring_alone_leaves_the_log_of_the_run_before(workplace: Workplace):
-    workplace.train(network=FEW)
-    workplace.train(asked=Request(dry_run=True), network=FEW)
-    assert logged(workplace.folder / "run") == [1, 2, 3, 4, 5, 6]
+def test_measuring_alone_leaves_the_log_of_the_run_before(playground: Playground):
+    playground.train(network=FEW)
+    playground.train(asked=Request(dry_run=True), network=FEW)
+    assert logged(playground.folder / "run") == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_new_run_does_not_keep_what_it_does_not_measure(workplace: Workplace):
-    workplace.train(network=FEW)
-    workplace.train(network=FEW, general={"validation_split": 0.0})
-    assert not (workplace.folder / "run" / "validations.jsonl").exists()
+def test_a_new_run_does_not_keep_what_it_does_not_measure(playground: Playground):
+    playground.train(network=FEW)
+    playground.train(network=FEW, general={"validation_split": 0.0})
+    assert not (playground.folder / "run" / "validations.jsonl").exists()
 
 
-def test_measuring_tells_when_the_end_will_be(workplace: Workplace):
+def test_measuring_tells_when_the_end_will_be(playground: Playground):
     saving = {"save_every_n_steps": 2, "save_every_n_epochs": 1}
-    outcome = workplace.train(asked=Request(dry_run=True), network=FEW, saving=saving)
+    outcome = playground.train(asked=Request(dry_run=True), network=FEW, saving=saving)
     (measured,) = outcome.of(events.Measured)
     saves = 1 + 6 // 2 + 6 // 3  # the end, every two steps, and two epochs of three
     expected = 6 * measured.step_seconds + saves * measured.save_seconds
@@ -125,14 +125,14 @@ def test_measuring_tells_when_the_end_will_be(workplace: Workplace):
     assert "120 min to the end" in hours
 
 
-def test_what_is_done_already_is_not_offered_as_a_way_to_fit(workplace: Workplace):
+def test_what_is_done_already_is_not_offered_as_a_way_to_fit(playground: Playground):
     gib = 1 << 30
     measured = events.Measured(1.0, 1.0, None, 11 * gib, 10 * gib, (64, 64), 1)
-    finding = fit(measured, workplace.config(training={"gradient_checkpointing": True, "train_batch_size": 1}))
+    finding = fit(measured, playground.config(training={"gradient_checkpointing": True, "train_batch_size": 1}))
     assert finding.code == "FITS-BARELY" and "1.80 more than is safe" in finding.message
     assert "gradient_checkpointing" not in finding.remedy and "train_batch_size" not in finding.remedy
     assert "fp8" in finding.remedy and "offload_blocks" in finding.remedy
-    assert "gradient_checkpointing" in fit(measured, workplace.config()).remedy
+    assert "gradient_checkpointing" in fit(measured, playground.config()).remedy
 
 
 def test_a_container_has_the_memory_that_it_is_given(monkeypatch):

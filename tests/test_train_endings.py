@@ -28,14 +28,14 @@ from finitune.training.learner import Denoiser
 from finitune.training.state import last_state
 from tests.training_made import (
     FEW,
-    Workplace,
+    Playground,
     a_model_that_is_read_once,
-    a_workplace,
+    a_playground,
     meddling_with_runs,
     one_cache,
 )
 
-__all__ = ["a_model_that_is_read_once", "a_workplace", "meddling_with_runs", "one_cache"]
+__all__ = ["a_model_that_is_read_once", "a_playground", "meddling_with_runs", "one_cache"]
 
 
 def files_in(folder: Path) -> set[str]:
@@ -46,22 +46,22 @@ def files_in(folder: Path) -> set[str]:
 # --- by wish ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_wish_ends_it_after_the_step_with_a_file_and_code_0(workplace: Workplace):
+def test_a_wish_ends_it_after_the_step_with_a_file_and_code_0(playground: Playground):
     asked = iter([False, False, True])
-    outcome = workplace.train(stop=lambda: next(asked), network=FEW)
+    outcome = playground.train(stop=lambda: next(asked), network=FEW)
     assert outcome.reason == "stopped"
     assert [step.step for step in outcome.of(events.Stepped)] == [1, 2, 3]
     assert outcome.report.exit_code == 0
     assert outcome.paths["kohya"].name == "made-step00000003.safetensors"
-    assert last_state(workplace.folder / "run", "made")[0] == outcome.paths["state"]
+    assert last_state(playground.folder / "run", "made")[0] == outcome.paths["state"]
 
 
-def test_what_was_stopped_goes_on_to_the_same_bits(workplace: Workplace):
+def test_what_was_stopped_goes_on_to_the_same_bits(playground: Playground):
     options = {"network": {**FEW, "network_dropout": 0.1}, "optimizer": {"ema_decay": 0.5, "lr_scheduler": "cosine"}}
-    whole = workplace.train(**options, saving={"output_dir": workplace.folder / "whole"})
+    whole = playground.train(**options, saving={"output_dir": playground.folder / "whole"})
     asked = iter([False, False, True])
-    workplace.train(**options, stop=lambda: next(asked))
-    rest = workplace.train(**options, saving={"resume": "auto"})
+    playground.train(**options, stop=lambda: next(asked))
+    rest = playground.train(**options, saving={"resume": "auto"})
     assert [step.step for step in rest.of(events.Stepped)] == [4, 5, 6]
     assert rest.losses == whole.losses[3:]
     one, two = (dict(TensorFile(outcome.paths["kohya"]).tensors()) for outcome in (whole, rest))
@@ -78,12 +78,12 @@ def test_the_first_control_c_is_a_wish_and_the_second_stops_at_once():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT of another process")
-def test_control_c_in_a_shell(workplace: Workplace):
+def test_control_c_in_a_shell(playground: Playground):
     """A real process, interrupted once it trains: code 0, and a file of the step that it was in."""
     from finitune.config.read import dump
 
-    config = workplace.folder / "train.toml"
-    config.write_text(dump(workplace.config(network=FEW, training={"max_train_steps": 1000})), encoding="utf-8")
+    config = playground.folder / "train.toml"
+    config.write_text(dump(playground.config(network=FEW, training={"max_train_steps": 1000})), encoding="utf-8")
     program = f"""
 import os, signal, sys
 from pathlib import Path
@@ -98,33 +98,33 @@ sys.exit(report.exit_code or (report.figures["ended"] != "stopped"))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "made-step00000001.safetensors" in files_in(workplace.folder / "run")
+    assert "made-step00000001.safetensors" in files_in(playground.folder / "run")
 
 
 # --- what is asked for without training ------------------------------------------------------------------------------
 
 
-def test_explain_lists_the_sites_and_writes_nothing(workplace: Workplace):
-    outcome = workplace.train(asked=Request(explain=True), network=FEW)
+def test_explain_lists_the_sites_and_writes_nothing(playground: Playground):
+    outcome = playground.train(asked=Request(explain=True), network=FEW)
     assert outcome.events == []
     (table,) = (table for table in outcome.report.tables if table.title == "sites")
     assert sum(int(row[-1]) for row in table.rows) == 12
     assert outcome.report.ok
-    assert not (workplace.folder / "run").exists()
+    assert not (playground.folder / "run").exists()
 
 
-def test_a_dry_run_measures_and_leaves_no_adapter(workplace: Workplace):
-    outcome = workplace.train(asked=Request(dry_run=True), network=FEW)
+def test_a_dry_run_measures_and_leaves_no_adapter(playground: Playground):
+    outcome = playground.train(asked=Request(dry_run=True), network=FEW)
     (measured,) = outcome.events
     assert isinstance(measured, events.Measured)
     assert measured.step_seconds > 0 and measured.batch == 2 and measured.bucket == (64, 64)
     assert outcome.findings("FITS")
-    assert not any(name.endswith(".safetensors") for name in files_in(workplace.folder / "run"))
+    assert not any(name.endswith(".safetensors") for name in files_in(playground.folder / "run"))
 
 
-def test_measuring_changes_nothing(workplace: Workplace, meddle):
+def test_measuring_changes_nothing(playground: Playground, meddle):
     """The first loss of a run is that of a run that was not measured before."""
-    measured = workplace.train(network=FEW)
+    measured = playground.train(network=FEW)
     first: list[float] = []
 
     def step(ready: Prepared) -> None:
@@ -133,40 +133,42 @@ def test_measuring_changes_nothing(workplace: Workplace, meddle):
         first.append(run.differentiator.gradient(batches, 0).loss)
 
     meddle(step)
-    workplace.train(network=FEW, training={"max_train_steps": 1})
+    playground.train(network=FEW, training={"max_train_steps": 1})
     assert measured.losses[0] == first[0]
 
 
 # --- the folder, the disk, the preview -------------------------------------------------------------------------------
 
 
-def test_a_folder_in_use_is_refused_and_untouched(workplace: Workplace):
-    with RunFolder(workplace.folder / "run"):
-        outcome = workplace.train(network=FEW)
+def test_a_folder_in_use_is_refused_and_untouched(playground: Playground):
+    with RunFolder(playground.folder / "run"):
+        outcome = playground.train(network=FEW)
     (finding,) = outcome.findings("RUN-FOLDER-LOCKED")
     assert (outcome.report.exit_code, finding.level) == (2, Level.ERROR)
-    assert files_in(workplace.folder / "run") == set()
+    assert files_in(playground.folder / "run") == set()
 
 
-def test_the_last_files_are_kept_and_the_others_go(workplace: Workplace):
-    workplace.train(network=FEW, saving={"save_every_n_steps": 1, "save_last_n": 2, "save_as": ["kohya", "comfy"]})
+def test_the_last_files_are_kept_and_the_others_go(playground: Playground):
+    playground.train(network=FEW, saving={"save_every_n_steps": 1, "save_last_n": 2, "save_as": ["kohya", "comfy"]})
     kept = {"made-step00000005", "made-step00000006"}
     wanted = {f"{name}{ending}" for name in kept for ending in (".safetensors", "-comfy.safetensors", "-state")}
     wanted |= {"made.safetensors", "made-comfy.safetensors", "made-state", "config.toml"}
     wanted |= {f"{name}.jsonl" for name in ("steps", "validations", "ranges")}
-    assert files_in(workplace.folder / "run") == wanted
+    assert files_in(playground.folder / "run") == wanted
 
 
-def test_a_full_disk_is_told_before_the_first_step(workplace: Workplace, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_told_before_the_first_step(playground: Playground, monkeypatch: pytest.MonkeyPatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1000, 999, 1))
-    outcome = workplace.train(network=FEW)
+    outcome = playground.train(network=FEW)
     (finding,) = outcome.findings("DISK-FULL")
     assert finding.evidence["free_bytes"] == 1 and finding.remedy
     assert not outcome.of(events.Stepped)
 
 
-def test_a_disk_that_fills_up_leaves_the_last_good_files(workplace: Workplace, monkeypatch: pytest.MonkeyPatch, meddle):
+def test_a_disk_that_fills_up_leaves_the_last_good_files(
+    playground: Playground, monkeypatch: pytest.MonkeyPatch, meddle
+):
     """The third save of the run finds no room: an error that names it; what was saved before is whole."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     original = writer.flush
@@ -185,41 +187,41 @@ def test_a_disk_that_fills_up_leaves_the_last_good_files(workplace: Workplace, m
         object.__setattr__(ready.run.hooks, "export", failing)
 
     meddle(fill)
-    outcome = workplace.train(network=FEW, saving={"save_every_n_steps": 2})
+    outcome = playground.train(network=FEW, saving={"save_every_n_steps": 2})
     monkeypatch.setattr(writer, "flush", original)
     finding = outcome.findings("FILE-NOT-WRITTEN")[0]
     assert finding.subject.endswith("made-step00000006.safetensors")
     assert "space" in finding.message and finding.remedy
     assert outcome.report.exit_code == 1
-    run_folder = workplace.folder / "run"
+    run_folder = playground.folder / "run"
     state, findings = last_state(run_folder, "made")
     assert state == run_folder / "made-step00000004-state" and findings == []
     assert not list(run_folder.glob(".discarded*")) and not list(run_folder.glob("*.partial*"))
-    again = workplace.train(network=FEW, saving={"save_every_n_steps": 2, "resume": "auto"})
+    again = playground.train(network=FEW, saving={"save_every_n_steps": 2, "resume": "auto"})
     assert again.reason == "done" and again.report.ok
 
 
-def test_a_preview_that_fails_is_told_once_and_costs_nothing(workplace: Workplace, monkeypatch: pytest.MonkeyPatch):
+def test_a_preview_that_fails_is_told_once_and_costs_nothing(playground: Playground, monkeypatch: pytest.MonkeyPatch):
     def fail(self, step: int):
         if step:
-            assert (workplace.folder / "run" / f"made-step{step:08d}.safetensors").exists()  # files come first
+            assert (playground.folder / "run" / f"made-step{step:08d}.safetensors").exists()  # files come first
         raise RuntimeError("CUDA out of memory")
 
     monkeypatch.setattr(train_files.Preview, "__call__", fail)
     preview = {"sample_every_n_steps": 2, "sample_prompts": ["a pear"]}
-    plain = workplace.train(network=FEW)
-    outcome = workplace.train(network=FEW, preview=preview, saving={"save_every_n_steps": 2})
+    plain = playground.train(network=FEW)
+    outcome = playground.train(network=FEW, preview=preview, saving={"save_every_n_steps": 2})
     (finding,) = outcome.findings("PREVIEW-FAILED")
     assert finding.level is Level.WARNING and "out of memory" in finding.message
     assert outcome.reason == "done" and outcome.report.exit_code == 0
     assert outcome.losses == plain.losses
 
 
-def test_pictures_are_drawn_with_the_adapter_and_change_nothing(workplace: Workplace):
+def test_pictures_are_drawn_with_the_adapter_and_change_nothing(playground: Playground):
     preview = {"sample_every_n_steps": 3, "sample_at_first": True, "sample_prompts": ["a pear"], "sample_steps": 2}
     network = {**FEW, "network_dropout": 0.2}
-    plain = workplace.train(network=network)
-    outcome = workplace.train(network=network, preview=preview, optimizer={"learning_rate": 5e-3})
+    plain = playground.train(network=network)
+    outcome = playground.train(network=network, preview=preview, optimizer={"learning_rate": 5e-3})
     drawn = [event.paths[0].read_bytes() for event in outcome.of(events.Previewed)]
     assert [event.step for event in outcome.of(events.Previewed)] == [0, 3, 6]
     assert len(set(drawn)) == 3
@@ -241,9 +243,9 @@ def short_of_memory(denoiser: Denoiser, largest: int, error: type[BaseException]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, RuntimeError])
-def test_a_lack_of_memory_halves_the_micro_batches_and_is_told(workplace: Workplace, meddle, error):
+def test_a_lack_of_memory_halves_the_micro_batches_and_is_told(playground: Playground, meddle, error):
     batch = {"train_batch_size": 4}
-    roomy = workplace.train(network=FEW, training=batch)
+    roomy = playground.train(network=FEW, training=batch)
     short: list[Prepared] = []
 
     def take_memory_at_step_2(ready: Prepared) -> None:
@@ -258,7 +260,7 @@ def test_a_lack_of_memory_halves_the_micro_batches_and_is_told(workplace: Workpl
         short.append(ready)
 
     meddle(take_memory_at_step_2)
-    outcome = workplace.train(network=FEW, training=batch)
+    outcome = playground.train(network=FEW, training=batch)
     (finding,) = outcome.findings("MEMORY-HALVED")
     assert finding.level is Level.WARNING and finding.evidence["split"] == 2
     assert finding.evidence["step"] != 0
@@ -268,12 +270,12 @@ def test_a_lack_of_memory_halves_the_micro_batches_and_is_told(workplace: Workpl
     assert outcome.validation == pytest.approx(roomy.validation, rel=1e-5)
 
 
-def test_a_run_that_does_not_fit_says_so_before_it_begins(workplace: Workplace, meddle):
+def test_a_run_that_does_not_fit_says_so_before_it_begins(playground: Playground, meddle):
     def take_memory(ready: Prepared) -> None:
         ready.run.learner.denoiser = short_of_memory(ready.run.learner.denoiser, 1, torch.OutOfMemoryError)
 
     meddle(take_memory)
-    outcome = workplace.train(network=FEW)
+    outcome = playground.train(network=FEW)
     (finding,) = outcome.findings("FITS-BARELY")
     assert finding.evidence["split"] == 2
     assert "gradient_checkpointing" in finding.remedy
@@ -281,18 +283,18 @@ def test_a_run_that_does_not_fit_says_so_before_it_begins(workplace: Workplace, 
     assert not outcome.findings("MEMORY-HALVED")  # told already
 
 
-def test_one_sample_that_does_not_fit_ends_it(workplace: Workplace, meddle):
+def test_one_sample_that_does_not_fit_ends_it(playground: Playground, meddle):
     def take_all_memory(ready: Prepared) -> None:
         ready.run.learner.denoiser = short_of_memory(ready.run.learner.denoiser, 0, torch.OutOfMemoryError)
 
     meddle(take_all_memory)
-    outcome = workplace.train(network=FEW)
+    outcome = playground.train(network=FEW)
     (finding,) = outcome.findings("OUT-OF-MEMORY")
     assert outcome.report.exit_code == 1 and "gradient_checkpointing" in finding.remedy
     assert not outcome.of(events.Stepped)
 
 
-def test_the_journey_reports_what_ends_it(workplace: Workplace):
-    report = run(Request(config=workplace.folder / "nothing.toml"))
+def test_the_journey_reports_what_ends_it(playground: Playground):
+    report = run(Request(config=playground.folder / "nothing.toml"))
     assert report.exit_code != 0
     assert report.findings[0].remedy

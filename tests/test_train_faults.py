@@ -34,15 +34,15 @@ from finitune.training.guard import first_nonfinite
 from finitune.training.state import load_state
 from tests.training_made import (
     FEW,
-    Workplace,
+    Playground,
     a_model_that_is_read_once,
-    a_workplace,
+    a_playground,
     meddling_with_runs,
     one_cache,
     put_pictures,
 )
 
-__all__ = ["a_model_that_is_read_once", "a_workplace", "meddling_with_runs", "one_cache"]
+__all__ = ["a_model_that_is_read_once", "a_playground", "meddling_with_runs", "one_cache"]
 
 NAN = math.nan
 LONG = {
@@ -137,14 +137,14 @@ def is_good(path: Path) -> bool:
     return first_nonfinite(tensors.items()) is None and bool(ups) and all(bool(up.any()) for up in ups)
 
 
-def test_a_planted_nan_is_named_and_the_run_ends_as_the_clean_one(workplace: Workplace, meddle):
+def test_a_planted_nan_is_named_and_the_run_ends_as_the_clean_one(playground: Playground, meddle):
     """Four of four: the place in a finding, a good file, and the last validation loss within 2 % of the clean run's."""
-    put_pictures(workplace.pictures, 24)
-    clean = workplace.train(**LONG)
+    put_pictures(playground.pictures, 24)
+    clean = playground.train(**LONG)
     for name, (plant, code) in FAULTS.items():
         places: list[str] = []
         meddle(lambda ready, plant=plant, places=places: places.append(plant(ready)))
-        outcome = workplace.train(**LONG)
+        outcome = playground.train(**LONG)
         (finding,) = outcome.findings(code)
         assert places[0] in f"{finding.subject} {finding.message}", name
         assert finding.level is Level.WARNING and finding.remedy
@@ -156,9 +156,9 @@ def test_a_planted_nan_is_named_and_the_run_ends_as_the_clean_one(workplace: Wor
         assert abs(off) <= 0.02, name
 
 
-def test_a_picture_left_out_is_named_with_file_and_step(workplace: Workplace, meddle):
+def test_a_picture_left_out_is_named_with_file_and_step(playground: Playground, meddle):
     meddle(in_a_picture)
-    outcome = workplace.train(network=FEW, training={"train_batch_size": 3})
+    outcome = playground.train(network=FEW, training={"train_batch_size": 3})
     (finding,) = outcome.findings("GUARD-QUARANTINED")
     bad = [step for step in outcome.of(events.Stepped) if not step.taken]
     assert len(bad) == 1
@@ -168,22 +168,22 @@ def test_a_picture_left_out_is_named_with_file_and_step(workplace: Workplace, me
     assert bad[0].counts["quarantined"] == 1
 
 
-def test_steps_without_a_picture_are_passed_over(workplace: Workplace, meddle):
+def test_steps_without_a_picture_are_passed_over(playground: Playground, meddle):
     """One picture a step: that of the victim is empty from its second time on, which is no fault any more."""
     meddle(in_a_picture)
     options = {"train_batch_size": 1, "max_train_epochs": 6, "max_train_steps": None}
-    outcome = workplace.train(network=FEW, training=options)
+    outcome = playground.train(network=FEW, training=options)
     steps = outcome.of(events.Stepped)
     assert sum(not step.taken for step in steps) == 1
     assert len(steps) == 6 * 6 - 5
     assert outcome.reason == "done" and "GUARD-ROLLED-BACK" not in outcome.codes
 
 
-def test_a_weight_that_breaks_is_taken_back_to_the_same_bits(workplace: Workplace, meddle):
+def test_a_weight_that_breaks_is_taken_back_to_the_same_bits(playground: Playground, meddle):
     options = {"network": FEW, "training": {"max_train_steps": 20}, "guard": {"snapshot_every": 5}}
-    clean = workplace.train(**options, saving={"output_dir": workplace.folder / "clean"})
+    clean = playground.train(**options, saving={"output_dir": playground.folder / "clean"})
     meddle(in_a_weight)
-    outcome = workplace.train(**options)
+    outcome = playground.train(**options)
     (back,) = outcome.of(events.RolledBack)
     assert (back.step, back.to_step) == (18, 15)
     one, two = (load_state(run.paths["state"])[0] for run in (clean, outcome))
@@ -194,12 +194,12 @@ def test_a_weight_that_breaks_is_taken_back_to_the_same_bits(workplace: Workplac
 # --- before the first step -------------------------------------------------------------------------------------------
 
 
-def test_a_picture_with_nan_is_refused_before_anything_is_made(workplace: Workplace):
+def test_a_picture_with_nan_is_refused_before_anything_is_made(playground: Playground):
     values = np.ones((64, 64), dtype=np.float32)
     values[5, 7] = NAN
-    Image.fromarray(values).save(workplace.pictures / "broken.tiff")
-    (workplace.pictures / "broken.txt").write_text("a broken one")
-    outcome = workplace.train(network=FEW)
+    Image.fromarray(values).save(playground.pictures / "broken.tiff")
+    (playground.pictures / "broken.txt").write_text("a broken one")
+    outcome = playground.train(network=FEW)
     (finding,) = outcome.findings("PICTURE-NONFINITE")
     assert finding.evidence["first"] == (7, 5) and "broken.tiff" in finding.subject
     assert outcome.report.exit_code == 1 and outcome.events == []
@@ -219,17 +219,17 @@ def spoil_encoder(monkeypatch: pytest.MonkeyPatch, kind: str, is_victim: Callabl
     monkeypatch.setattr(AnimaEncoders, kind, spoiled)
 
 
-def own_cache(workplace: Workplace) -> dict[str, object]:
-    return {"cache_dir": str(workplace.folder / "own")}
+def own_cache(playground: Playground) -> dict[str, object]:
+    return {"cache_dir": str(playground.folder / "own")}
 
 
-def test_what_the_encoders_cannot_stand_is_left_out_by_name(workplace: Workplace, monkeypatch: pytest.MonkeyPatch):
+def test_what_the_encoders_cannot_stand_is_left_out_by_name(playground: Playground, monkeypatch: pytest.MonkeyPatch):
     """A picture, and another one's caption."""
-    first, second = sorted(workplace.pictures.glob("*.png"))[:2]
+    first, second = sorted(playground.pictures.glob("*.png"))[:2]
     pixels, caption = np.array(Image.open(first).convert("RGB")), second.with_suffix(".txt").read_text().strip()
     spoil_encoder(monkeypatch, "latents", lambda shown: np.array_equal(shown.numpy(), pixels))  # type: ignore[attr-defined]
     spoil_encoder(monkeypatch, "texts", lambda told: told == caption)
-    outcome = workplace.train(network=FEW, training=own_cache(workplace), general={"validation_split": 0})
+    outcome = playground.train(network=FEW, training=own_cache(playground), general={"validation_split": 0})
     found = {finding.subject: finding.message for finding in outcome.findings("PICTURE-QUARANTINED")}
     assert found.keys() == {f"pictures/{first.name}", f"pictures/{second.name}"}
     assert "VAE" in found[f"pictures/{first.name}"] and "text encoder" in found[f"pictures/{second.name}"]
@@ -238,13 +238,13 @@ def test_what_the_encoders_cannot_stand_is_left_out_by_name(workplace: Workplace
 
 
 @pytest.mark.parametrize("kind", ["latents", "texts"])
-def test_a_cache_entry_that_turned_into_nan_is_made_again(workplace: Workplace, kind: str):
-    options = {"network": FEW, "training": own_cache(workplace)}
-    clean = workplace.train(**options)
-    path = sorted((workplace.folder / "own" / kind).glob("*.safetensors"))[0]
+def test_a_cache_entry_that_turned_into_nan_is_made_again(playground: Playground, kind: str):
+    options = {"network": FEW, "training": own_cache(playground)}
+    clean = playground.train(**options)
+    path = sorted((playground.folder / "own" / kind).glob("*.safetensors"))[0]
     tensors = {name: torch.full_like(tensor, NAN) for name, tensor in load_file(path).items()}
     save_file(tensors, path, TensorFile(path).metadata)
-    outcome = workplace.train(**options)
+    outcome = playground.train(**options)
     (finding,) = outcome.findings("CACHE-REMADE")
     assert finding.subject == TensorFile(path).metadata["subject"]
     assert outcome.losses == clean.losses
@@ -252,7 +252,7 @@ def test_a_cache_entry_that_turned_into_nan_is_made_again(workplace: Workplace, 
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_base_model_with_nan_is_named_and_nothing_is_saved(workplace: Workplace, meddle, precision: str):
+def test_a_base_model_with_nan_is_named_and_nothing_is_saved(playground: Playground, meddle, precision: str):
     site = "transformer_blocks.2.ff.net.2"
 
     def spoil(ready: Prepared) -> None:
@@ -260,12 +260,12 @@ def test_a_base_model_with_nan_is_named_and_nothing_is_saved(workplace: Workplac
         layer.weight.data[1, 2] = NAN  # type: ignore[union-attr, operator]
 
     meddle(spoil)
-    outcome = workplace.train(network=FEW, model={"precision": precision})
+    outcome = playground.train(network=FEW, model={"precision": precision})
     (finding,) = outcome.findings("GUARD-STOPPED")
     assert finding.level is Level.ERROR and f"transformer.{site}.weight" in finding.message
     assert outcome.report.exit_code == 1 and outcome.reason == "given up"
     assert len(outcome.of(events.Stepped)) == 1
-    assert not list((workplace.folder / "run").glob("*.safetensors"))
+    assert not list((playground.folder / "run").glob("*.safetensors"))
 
 
 # --- when nothing helps ----------------------------------------------------------------------------------------------
@@ -286,10 +286,10 @@ def broken_from(step: int) -> Callable[[Prepared], None]:
     return spoil
 
 
-def test_when_everything_is_nan_it_stops_with_the_last_good_file(workplace: Workplace, meddle):
+def test_when_everything_is_nan_it_stops_with_the_last_good_file(playground: Playground, meddle):
     meddle(broken_from(8))
     options = {"training": {"max_train_steps": 500}, "guard": {"snapshot_every": 5}}
-    outcome = workplace.train(network=FEW, **options)
+    outcome = playground.train(network=FEW, **options)
     assert outcome.reason == "given up" and outcome.report.exit_code == 1
     (finding,) = outcome.findings("GUARD-STOPPED")
     assert finding.level is Level.ERROR and finding.remedy
@@ -304,20 +304,20 @@ def test_when_everything_is_nan_it_stops_with_the_last_good_file(workplace: Work
 # --- planned half ----------------------------------------------------------------------------------------------------
 
 
-def plan_with(workplace: Workplace, exponent: int) -> Path:
+def plan_with(playground: Playground, exponent: int) -> Path:
     """The shipped plan with an exponent at one product that is far too small."""
     plan = PrecisionPlan.load(plan_file())
     line = Line("transformer_blocks.3.ff.net.2", exponent=exponent, reason="too small on purpose")
     changed = plan.components["transformer"].with_line(line)
-    path = workplace.folder / "plan.toml"
+    path = playground.folder / "plan.toml"
     replace(plan, components={**plan.components, "transformer": changed}).save(path)
     return path
 
 
-def test_constants_that_are_exceeded_are_told_and_given_up(workplace: Workplace):
-    measured = workplace.train(model={"precision": "current-half"}, network=FEW)
-    model = {"precision": "planned-half", "plan": plan_with(workplace, -40)}
-    outcome = workplace.train(model=model, network=FEW)
+def test_constants_that_are_exceeded_are_told_and_given_up(playground: Playground):
+    measured = playground.train(model={"precision": "current-half"}, network=FEW)
+    model = {"precision": "planned-half", "plan": plan_with(playground, -40)}
+    outcome = playground.train(model=model, network=FEW)
     (finding,) = outcome.findings("PLAN-EXCEEDED")
     assert (
         finding.level is Level.WARNING and "measure their own" in finding.message and "current-half" in finding.remedy
@@ -344,9 +344,9 @@ def test_a_killed_training_leaves_whole_files_and_goes_on_to_the_same_bits(tmp_p
     assert found["ends_compared"] >= 1
 
 
-def test_pictures_are_not_blamed_for_a_rate_that_is_absurd(workplace: Workplace):
+def test_pictures_are_not_blamed_for_a_rate_that_is_absurd(playground: Playground):
     """Weights of 1e30 are finite, and what they make of good pictures is not: the way leads back, and to a stop."""
-    outcome = workplace.train(network=FEW, optimizer={"learning_rate": 1e30})
+    outcome = playground.train(network=FEW, optimizer={"learning_rate": 1e30})
     assert "GUARD-QUARANTINED" not in outcome.codes
     (stop,) = (finding for finding in outcome.findings("GUARD-STOPPED") if finding.subject.startswith("step"))
     assert "with the adapter of step" in stop.message and "rate" in stop.remedy
@@ -354,9 +354,9 @@ def test_pictures_are_not_blamed_for_a_rate_that_is_absurd(workplace: Workplace)
     assert {back.to_step for back in outcome.of(events.RolledBack)} == {0}
 
 
-def test_a_bad_picture_is_still_told_from_an_adapter_that_went_too_far(workplace: Workplace, meddle):
+def test_a_bad_picture_is_still_told_from_an_adapter_that_went_too_far(playground: Playground, meddle):
     """Both at once: what is not finite with the last good adapter, either, is left out, and the adapter goes back."""
     meddle(in_a_picture)
-    outcome = workplace.train(network=FEW, optimizer={"learning_rate": 1e30}, guard={"max_rollbacks": 2})
+    outcome = playground.train(network=FEW, optimizer={"learning_rate": 1e30}, guard={"max_rollbacks": 2})
     assert len({finding.subject for finding in outcome.findings("GUARD-QUARANTINED")}) <= 1
     assert len(outcome.of(events.RolledBack)) == 3 and outcome.reason == "given up"

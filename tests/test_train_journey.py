@@ -19,15 +19,15 @@ from finitune.report import Level, Report
 from finitune.training import events
 from tests.training_made import (
     FEW_BLOCKS,
-    Workplace,
+    Playground,
     a_model_that_is_read_once,
-    a_workplace,
+    a_playground,
     one_cache,
     pico,
     trained,
 )
 
-__all__ = ["a_model_that_is_read_once", "a_workplace", "one_cache"]
+__all__ = ["a_model_that_is_read_once", "a_playground", "one_cache"]
 
 KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "lora": ({}, 1e-2),
@@ -49,10 +49,10 @@ def read_back(path: Path) -> AdapterSet:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_learns_is_saved_and_can_be_started_from(workplace: Workplace, kind: str):
+def test_each_kind_learns_is_saved_and_can_be_started_from(playground: Playground, kind: str):
     network, rate = KINDS[kind]
     network = {**network, "only_patterns": FEW_BLOCKS}
-    outcome = workplace.train(network=network, optimizer={"learning_rate": rate})
+    outcome = playground.train(network=network, optimizer={"learning_rate": rate})
     assert outcome.report.ok, outcome.codes
     assert outcome.reason == "done"
     first, last = outcome.validation
@@ -61,14 +61,14 @@ def test_each_kind_learns_is_saved_and_can_be_started_from(workplace: Workplace,
     adapter = read_back(path)
     assert len(adapter) == outcome.report.figures["sites"] == 12
     assert TensorFile(path).metadata["finitune_applied_steps"] == "6"
-    changes = {"network": {**network, "network_weights": path}, "saving": {"output_dir": workplace.folder / "second"}}
-    again = workplace.train(**changes, optimizer={"learning_rate": rate}, training={"max_train_steps": 1})
+    changes = {"network": {**network, "network_weights": path}, "saving": {"output_dir": playground.folder / "second"}}
+    again = playground.train(**changes, optimizer={"learning_rate": rate}, training={"max_train_steps": 1})
     assert again.validation[0] == pytest.approx(last, rel=1e-5)
 
 
-def test_all_spellings_hold_the_same_adapter(workplace: Workplace):
+def test_all_spellings_hold_the_same_adapter(playground: Playground):
     spellings = ["kohya", "comfy", "diffusers", "peft"]
-    outcome = workplace.train(saving={"save_as": spellings}, network={"only_patterns": FEW_BLOCKS})
+    outcome = playground.train(saving={"save_as": spellings}, network={"only_patterns": FEW_BLOCKS})
     names = {spelling: path.name for spelling, path in outcome.paths.items()}
     assert names == {
         "kohya": "made.safetensors",
@@ -93,16 +93,16 @@ def delta_of(adapter: AdapterSet, site: str) -> torch.Tensor:
     return scale * one.tensors["up"] @ one.tensors["down"]
 
 
-def test_what_a_spelling_cannot_say_is_refused_before_the_first_step(workplace: Workplace):
-    outcome = workplace.train(network={"algorithm": "oft_v2", "only_patterns": FEW_BLOCKS})
+def test_what_a_spelling_cannot_say_is_refused_before_the_first_step(playground: Playground):
+    outcome = playground.train(network={"algorithm": "oft_v2", "only_patterns": FEW_BLOCKS})
     (finding,) = outcome.findings("WRITE-CANNOT-SAY")
     assert finding.level is Level.ERROR and finding.remedy
     assert not outcome.of(events.Stepped)
-    assert not list((workplace.folder / "run").glob("*.safetensors"))
+    assert not list((playground.folder / "run").glob("*.safetensors"))
 
 
-def test_oft_v2_has_a_spelling_that_can_say_it(workplace: Workplace):
-    outcome = workplace.train(
+def test_oft_v2_has_a_spelling_that_can_say_it(playground: Playground):
+    outcome = playground.train(
         network={"algorithm": "oft_v2", "only_patterns": FEW_BLOCKS}, saving={"save_as": ["comfy"]}
     )
     first, last = outcome.validation
@@ -119,9 +119,9 @@ def levels_in(cache: Path) -> set[str]:
     ("option", "level", "component"),
     [("train_llm_adapter", "states", "text_conditioner"), ("train_text_encoder", "tokens", "text_encoder")],
 )
-def test_the_texts_modules_are_trained_on_request(workplace: Workplace, option: str, level: str, component: str):
-    own = workplace.folder / "cache"
-    outcome = workplace.train(
+def test_the_texts_modules_are_trained_on_request(playground: Playground, option: str, level: str, component: str):
+    own = playground.folder / "cache"
+    outcome = playground.train(
         network={option: True}, optimizer={"learning_rate": 2e-3}, training={"cache_dir": own, "max_train_steps": 4}
     )
     first, last = outcome.validation
@@ -134,28 +134,28 @@ def test_the_texts_modules_are_trained_on_request(workplace: Workplace, option: 
     assert levels_in(own) == {level}
 
 
-def test_the_rate_of_a_component_is_its_own(workplace: Workplace):
+def test_the_rate_of_a_component_is_its_own(playground: Playground):
     options = {"learning_rate": 2e-3, "llm_adapter_lr": 0.0}
-    outcome = workplace.train(network={"train_llm_adapter": True}, optimizer=options)
+    outcome = playground.train(network={"train_llm_adapter": True}, optimizer=options)
     adapter = read_back(outcome.paths["kohya"])
     assert not any(bool(one.tensors["up"].any()) for one in adapter.component("text_conditioner").values())
     assert all(bool(one.tensors["up"].any()) for one in adapter.component("transformer").values())
 
 
-def test_a_file_of_another_rank_is_no_start(workplace: Workplace):
-    first = workplace.train(network={"only_patterns": FEW_BLOCKS}, training={"max_train_steps": 1})
+def test_a_file_of_another_rank_is_no_start(playground: Playground):
+    first = playground.train(network={"only_patterns": FEW_BLOCKS}, training={"max_train_steps": 1})
     network = {"only_patterns": FEW_BLOCKS, "network_dim": 8, "network_weights": first.paths["kohya"]}
-    outcome = workplace.train(network=network)
+    outcome = playground.train(network=network)
     (finding,) = outcome.findings("START-DIFFERS")
     assert finding.evidence["differing"] == 12
     assert not outcome.of(events.Stepped)
 
 
-def test_by_the_command_of_a_file(workplace: Workplace):
+def test_by_the_command_of_a_file(playground: Playground):
     from finitune.config.read import dump
 
-    config = workplace.folder / "train.toml"
-    config.write_text(dump(workplace.config(training={"max_train_steps": 2})), encoding="utf-8")
+    config = playground.folder / "train.toml"
+    config.write_text(dump(playground.config(training={"max_train_steps": 2})), encoding="utf-8")
     report = run(Request(config=config))
     assert report.ok, report.findings
     assert {"config", "kohya", "state", "steps"} <= report.artifacts.keys()
@@ -167,19 +167,19 @@ def test_by_the_command_of_a_file(workplace: Workplace):
     assert again.figures["loss"] == report.figures["loss"]
 
 
-def test_the_same_configuration_makes_the_same_bits(workplace: Workplace):
-    config = workplace.config(network={"network_dropout": 0.2, "rank_dropout": 0.1})
+def test_the_same_configuration_makes_the_same_bits(playground: Playground):
+    config = playground.config(network={"network_dropout": 0.2, "rank_dropout": 0.1})
     other = config.model_copy(
-        update={"saving": config.saving.model_copy(update={"output_dir": workplace.folder / "other"})}
+        update={"saving": config.saving.model_copy(update={"output_dir": playground.folder / "other"})}
     )
     one, two = (dict(TensorFile(trained(c).paths["kohya"]).tensors()) for c in (config, other))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_file_that_is_damaged_is_no_start(workplace: Workplace):
-    path = workplace.folder / "bad.safetensors"
-    first = workplace.train(network={"only_patterns": FEW_BLOCKS}, training={"max_train_steps": 1})
+def test_a_file_that_is_damaged_is_no_start(playground: Playground):
+    path = playground.folder / "bad.safetensors"
+    first = playground.train(network={"only_patterns": FEW_BLOCKS}, training={"max_train_steps": 1})
     tensors = dict(TensorFile(first.paths["kohya"]).tensors())
     tensors[next(iter(tensors))].view(-1)[0] = float("nan")
     from safetensors.torch import save_file
@@ -187,6 +187,6 @@ def test_a_file_that_is_damaged_is_no_start(workplace: Workplace):
     save_file(tensors, path)
     with pytest.raises(AdapterError):
         read_back(path)
-    outcome = workplace.train(network={"only_patterns": FEW_BLOCKS, "network_weights": path})
+    outcome = playground.train(network={"only_patterns": FEW_BLOCKS, "network_weights": path})
     assert outcome.report.exit_code == 1
     assert not outcome.of(events.Stepped)

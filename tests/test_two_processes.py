@@ -27,7 +27,7 @@ from finitune.training import events
 from finitune.training.loop import Trainer
 from finitune.training.ranks import Ranks
 from tests.together import Done, environment, free_port, launched
-from tests.training_made import Outcome, Workplace, a_model_that_is_read_once, pico, put_pictures
+from tests.training_made import Outcome, Playground, a_model_that_is_read_once, pico, put_pictures
 
 __all__ = ["a_model_that_is_read_once"]
 
@@ -45,15 +45,15 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 """By name: micro-batches of a process in a step, where there are two processes, and the configuration."""
 
 
-def trained(workplace: Workplace, name: str, run: str, world: int, stop: Callable[[], bool] = bool) -> Outcome:
+def trained(playground: Playground, name: str, run: str, world: int, stop: Callable[[], bool] = bool) -> Outcome:
     """One of KINDS, its global batch the same whatever the number of processes; 3 micro-batches make an epoch."""
     accumulation, sections = KINDS[name]
-    own = {"max_train_steps": STEPS, "train_batch_size": 2, "seed": 1, "cache_dir": str(workplace.cache)}
-    return workplace.train(
+    own = {"max_train_steps": STEPS, "train_batch_size": 2, "seed": 1, "cache_dir": str(playground.cache)}
+    return playground.train(
         stop,
         **sections,
         training={**own, "gradient_accumulation_steps": accumulation * 2 // world},
-        saving={"output_dir": str(workplace.folder / run), "save_every_n_steps": 1},
+        saving={"output_dir": str(playground.folder / run), "save_every_n_steps": 1},
     )
 
 
@@ -126,24 +126,24 @@ def told(outcome: Outcome) -> dict[str, Any]:
 def train_together(place: Path) -> dict[str, Any]:
     """All that the second process has to take part in; the last training fails in it."""
     training.load_model = lambda _: copy.deepcopy(pico())
-    workplace, watch, answer = Workplace(place, place / "cache"), Watch(), dict[str, Any]()
+    playground, watch, answer = Playground(place, place / "cache"), Watch(), dict[str, Any]()
     watch.put_on()
     try:
         with Ranks.joined("cpu") as ranks:
             for name in KINDS:
                 watch.names.clear()
-                answer[name] = told(trained(workplace, name, f"{name}-2", 2)) | {"names": list(watch.names)}
+                answer[name] = told(trained(playground, name, f"{name}-2", 2)) | {"names": list(watch.names)}
             answer["own"] = sum(watch.made[:2])  # of those to learn from, and those kept out
             for name, harm in (("poison", poison), ("drift", drift)):
                 watch.harm = harm
-                answer[name] = told(trained(workplace, "lora", name, 2))
+                answer[name] = told(trained(playground, "lora", name, 2))
             watch.harm, begun = None, len(watch.names)
             stop = lambda: ranks.rank == 1 and len(watch.names) - begun == PLANTED  # noqa: E731
-            answer["stop"] = told(trained(workplace, "lora", "stop", 2, stop))
+            answer["stop"] = told(trained(playground, "lora", "stop", 2, stop))
             proof = verify_resume.run(verify_resume.Request(config=place / "verify.toml", steps=4))
             answer["verify"] = {**proof.figures, "codes": [finding.code for finding in proof.findings]}
             watch.harm = lose
-            for _ in trainer_events(workplace):
+            for _ in trainer_events(playground):
                 pass
     except training.Stopped as stopped:
         assert isinstance(stopped.__cause__, FinituneError)
@@ -151,12 +151,12 @@ def train_together(place: Path) -> dict[str, Any]:
     return answer
 
 
-def trainer_events(workplace: Workplace) -> Iterator[events.Event]:
+def trainer_events(playground: Playground) -> Iterator[events.Event]:
     """A training whose errors come out."""
     from finitune.journeys.train import events_of
     from finitune.report import Report
 
-    return events_of(workplace.config(saving={"output_dir": str(workplace.folder / "lost")}), Report("train"))
+    return events_of(playground.config(saving={"output_dir": str(playground.folder / "lost")}), Report("train"))
 
 
 @pytest.fixture(name="one_thread", scope="module")
@@ -171,8 +171,8 @@ def the_same_sums_in_every_process() -> Iterator[None]:
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Done]]:
     place = tmp_path_factory.mktemp("two")
     put_pictures(place / "pictures")
-    workplace = Workplace(place, place / "cache")
-    (place / "verify.toml").write_text(dump(workplace.config(training={"gradient_accumulation_steps": 2})))
+    playground = Playground(place, place / "cache")
+    (place / "verify.toml").write_text(dump(playground.config(training={"gradient_accumulation_steps": 2})))
     done = launched(train_together, place)
     assert [one.code for one in done] == [0, 0], done
     return place, done
@@ -183,7 +183,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
 def test_two_processes_give_the_adapter_of_one(name: str, done: tuple[Path, list[Done]], tmp_path: Path) -> None:
     """Bit for bit, after one step and after several, the last of an epoch short: sums have one order."""
     place, processes = done
-    alone = trained(Workplace(place, tmp_path), name, f"{name}-1", 1)
+    alone = trained(Playground(place, tmp_path), name, f"{name}-1", 1)
     assert [one.loss for one in alone.of(events.Stepped)] == [loss for _, loss, _ in processes[0].answer[name]["steps"]]
     for file in ("made-step00000001.safetensors", "made.safetensors"):
         one, two = (TensorFile(place / f"{name}-{world}" / file) for world in (1, 2))
@@ -240,10 +240,10 @@ def test_an_error_in_one_process_ends_all(done: tuple[Path, list[Done]]) -> None
 
 
 def test_torchrun_prints_one_report_and_ctrl_c_on_one_process_saves(tmp_path: Path) -> None:
-    workplace = Workplace(tmp_path, tmp_path / "cache")
-    put_pictures(workplace.pictures)
+    playground = Playground(tmp_path, tmp_path / "cache")
+    put_pictures(playground.pictures)
     config = tmp_path / "train.toml"
-    config.write_text(dump(workplace.config(training={"max_train_steps": 100_000, "train_batch_size": 1})))
+    config.write_text(dump(playground.config(training={"max_train_steps": 100_000, "train_batch_size": 1})))
     launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--master-port", str(free_port())]
     command = [sys.executable, "-m", *launcher, "-m", "finitune", "train", str(config), "--json"]
     with (tmp_path / "err").open("w") as err:

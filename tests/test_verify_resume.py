@@ -14,9 +14,9 @@ from finitune.training.average import Average
 from finitune.training.optimizers import Trained
 from finitune.training.run import Progressing
 from finitune.training.validation import Validation
-from tests.training_made import Workplace, a_model_that_is_read_once, a_workplace, one_cache
+from tests.training_made import Playground, a_model_that_is_read_once, a_playground, one_cache
 
-__all__ = ["a_model_that_is_read_once", "a_workplace", "one_cache"]
+__all__ = ["a_model_that_is_read_once", "a_playground", "one_cache"]
 
 HALF = {"device": "cpu", "precision": "current-half"}
 PLANNED = {"device": "cpu", "precision": "planned-half"}
@@ -44,18 +44,18 @@ KINDS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-def verified(workplace: Workplace, sections: dict[str, dict[str, Any]], steps: int = 4) -> Report:
+def verified(playground: Playground, sections: dict[str, dict[str, Any]], steps: int = 4) -> Report:
     """The report on a small training with these sections."""
-    path = workplace.folder / "train.toml"
-    base = workplace.document()
+    path = playground.folder / "train.toml"
+    base = playground.document()
     together = {name: {**base.get(name, {}), **options} for name, options in sections.items()}
-    path.write_text(dump(workplace.config(**together)))
+    path.write_text(dump(playground.config(**together)))
     return run(Request(config=path, steps=steps))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_ends_with_the_same_bits(kind: str, workplace: Workplace) -> None:
-    report = verified(workplace, KINDS[kind])
+def test_a_resumed_run_ends_with_the_same_bits(kind: str, playground: Playground) -> None:
+    report = verified(playground, KINDS[kind])
     assert report.findings == []
     figures = report.figures
     assert (figures["max_difference"], figures["resumed_at"], figures["steps"]) == (0, 2, 4)
@@ -72,47 +72,47 @@ def forget(*_: object) -> None:
     [(Average, "load_state_dict", "average/sums/"), (Trained, "load_state_dict", "adapter/")],
 )
 def test_what_is_not_taken_up_again_is_named(
-    place: type, name: str, first: str, workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+    place: type, name: str, first: str, playground: Playground, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place, name, forget)
-    report = verified(workplace, {"optimizer": {"learning_rate": 5e-3, "ema_decay": 0.9}})
+    report = verified(playground, {"optimizer": {"learning_rate": 5e-3, "ema_decay": 0.9}})
     (finding,) = report.findings
     assert finding.code == "RESUME-DIFFERS" and report.exit_code == 1
     assert finding.subject.startswith(first) and finding.subject in finding.message
     assert float(str(report.figures["max_difference"])) > 0
 
 
-def test_a_run_that_begins_anew_proves_nothing(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_begins_anew_proves_nothing(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Progressing, "load", forget)
-    report = verified(workplace, {}, steps=2)
+    report = verified(playground, {}, steps=2)
     assert [finding.subject for finding in report.findings] == ["first step"]
     assert report.figures["resumed_at"] == 0 and report.figures["max_difference"] == 0
 
 
-def test_only_the_proof_is_left_behind(workplace: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_proof_is_left_behind(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
     """Validation, previews and boards are off, the runs lie where they were asked for, and share one cache."""
-    path, out = workplace.folder / "train.toml", workplace.folder / "proof"
+    path, out = playground.folder / "train.toml", playground.folder / "proof"
     sections: dict[str, dict[str, Any]] = {
         "preview": {"sample_prompts": ["a bird"], "sample_at_first": True},
-        "saving": {"output_dir": str(workplace.folder / "run"), "save_every_n_steps": 1, "output_name": "made"},
+        "saving": {"output_dir": str(playground.folder / "run"), "save_every_n_steps": 1, "output_name": "made"},
         "logging": {"log_with": "tensorboard"},
         "training": {"train_batch_size": 2, "max_train_epochs": 50, "cache_dir": None},
     }
-    path.write_text(dump(workplace.config(**sections)))
+    path.write_text(dump(playground.config(**sections)))
     monkeypatch.delattr(Validation, "measure")
     assert run(Request(config=path, steps=2, out=out)).ok
-    assert sorted(place.name for place in (workplace.folder / "run").iterdir()) == ["cache"]
+    assert sorted(place.name for place in (playground.folder / "run").iterdir()) == ["cache"]
     left = {place.relative_to(out).parts for place in out.rglob("*") if place.is_dir()}
     assert {parts[0] for parts in left} == {"whole", "resumed"}
     assert {parts[1] for parts in left if len(parts) > 1} == {"made-state", "made-step00000001-state"}
 
 
-def test_errors_are_told(workplace: Workplace, capsys: pytest.CaptureFixture[str]) -> None:
-    path = workplace.folder / "train.toml"
-    path.write_text(dump(workplace.config()))
+def test_errors_are_told(playground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
+    path = playground.folder / "train.toml"
+    path.write_text(dump(playground.config()))
     assert main(["verify-resume", str(path), "--steps", "1", "--json"]) == 2
     assert '"RESUME-STEPS-TOO-FEW"' in capsys.readouterr().out
-    for picture in workplace.pictures.iterdir():
+    for picture in playground.pictures.iterdir():
         picture.unlink()
     assert main(["verify-resume", str(path), "--json"]) == 1
     assert '"verb": "verify-resume"' in capsys.readouterr().out

@@ -80,7 +80,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Workplace:
+class Playground:
     """A folder with pictures, and a cache that all trainings share: what it holds is told apart by content."""
 
     folder: Path
@@ -172,7 +172,7 @@ def one_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(name="workplace")
-def a_workplace(tmp_path: Path, shared_cache: Path, quick_model: object) -> Workplace:
+@pytest.fixture(name="playground")
+def a_playground(tmp_path: Path, shared_cache: Path, quick_model: object) -> Playground:
     put_pictures(tmp_path / "pictures")
-    return Workplace(tmp_path, shared_cache)
+    return Playground(tmp_path, shared_cache)
