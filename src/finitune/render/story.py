@@ -51,8 +51,9 @@ def _lesson(page: Page, lesson: Lesson) -> None:
     figures = lesson.figures()
     page.heading("A style, learned in the same fp16")
     page.prose(
-        f"{figures['training_steps']} steps on 20 pictures in blue ink, {figures['training_non_finite_steps']} of them"
-        f" not finite, no loss scale. The prompt is {lesson.prompt!r}, of which there was no picture."
+        f"{figures['training_steps']} steps on emoji in blue ink, {figures['training_non_finite_steps']} of them"
+        f" not finite, no loss scale. The prompt is {lesson.prompt!r}, of which there was no picture;"
+        " both are drawn in current half."
     )
     captions = ((lesson.without, "without the adapter"), (lesson.worn, "with the adapter"))
     page.picture_row(Picture(caption, path.read_bytes(), "") for path, caption in captions)

@@ -1,7 +1,7 @@
 """What to do about a step whose numbers are not finite: pure judgement on what all processes know together.
 
-A step with a non-finite loss or gradient has not reached the adapter (the update is masked on the device), so all steps
-of a bad streak ran with the same weights. That decides who is to blame. Where some samples of a step are finite by
+A step with a non-finite loss or gradient has not reached the adapter (it is judged before the update), so all steps of
+a bad streak ran with the same weights. That decides who is to blame. Where some samples of a step are finite by
 themselves and others are not, the model is acquitted and the others are quarantined for good. Where all of a step's
 samples fail, it may be the model: the blame is for the time being, and a rollback takes it back; those that fail once
 more with the restored weights are guilty. A rollback restores adapter, optimiser and generators, but never the guard,
