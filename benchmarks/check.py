@@ -25,7 +25,7 @@ from pathlib import Path
 from merge import write_base, write_lora
 
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys import check
+from finitune.verbs import check
 
 PIECE = 1 << 20
 

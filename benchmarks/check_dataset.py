@@ -22,11 +22,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from finitune.datasets.folders import DECODERS
-from finitune.journeys.check_dataset import check_dataset
-from finitune.journeys.checks import Request
-from finitune.progress import Silent
+from finitune.datasets.dataset_scan import MAX_DECODER_THREADS
+from finitune.progress import SilentProgress
 from finitune.report import Report
+from finitune.verbs.check.dataset import check_dataset
+from finitune.verbs.check.request import Request
 
 SHAPES = ((640, 480), (480, 640), (560, 560), (720, 432))
 
@@ -70,7 +70,7 @@ def plain_loop(folder: Path, threads: int) -> None:
 
 def check(folder: Path) -> None:
     report = Report("check")
-    check_dataset(folder, Request(paths=(folder,)), report, Silent())
+    check_dataset(folder, Request(paths=(folder,)), report, SilentProgress())
     assert report.ok and not [f for f in report.findings if f.code == "PICTURE-ALIKE"], report.findings
 
 
@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=int, default=2000)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=min(os.cpu_count() or 1, DECODERS))
+    parser.add_argument("--threads", type=int, default=min(os.cpu_count() or 1, MAX_DECODER_THREADS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finitune.models.anima.attention import scale_attention
+from finitune.models.anima.attention import apply_attention_function
 from finitune.numerics import products
 from finitune.numerics.attention import half_attention
 from finitune.numerics.compare import relative_l2, ulp_histogram
-from finitune.numerics.conv import Geometry
+from finitune.numerics.conv import ConvGeometry
 from finitune.numerics.half import half_conv, half_linear
 from finitune.numerics.products import exact_accumulation
-from finitune.precision.apply import apply_current, apply_plan
-from finitune.precision.plan import ComponentPlan, Line
+from finitune.precision.apply import apply_current_scaling, apply_plan
+from finitune.precision.plan import ComponentPlan, PlanLine
 
 WIDTH, HEADS, TOKENS, TEXT_TOKENS, TEXT_WIDTH = 2048, 16, 4096, 512, 1024
 SINGLE, HALF = torch.float32, torch.float16
@@ -51,7 +51,7 @@ def inputs(dtype: torch.dtype, tokens: int, device: str) -> tuple[Tensor, ...]:
 
 def planned(module: nn.Module) -> nn.Module:
     """The block by the plan of a model whose stream leaves fp16: the products that write to it write fp32."""
-    lines = tuple(Line(site, out="fp32") for site in ("attn1.to_out.0", "attn2.to_out.0", "ff.net.2"))
+    lines = tuple(PlanLine(site, out="fp32") for site in ("attn1.to_out.0", "attn2.to_out.0", "ff.net.2"))
     plan = ComponentPlan(lines, casts=("norm1.norm", "norm2.norm", "norm3.norm"), border="fp32")
     return apply_plan(module, plan).module
 
@@ -61,8 +61,8 @@ def variants(device: str, tokens: int, stack: ExitStack) -> dict[str, tuple[nn.M
     rows: dict[str, tuple[nn.Module, tuple[Tensor, ...]]] = {}
     for name, dtype in (("raw fp16", HALF), ("bf16", torch.bfloat16), ("fp32", SINGLE)):
         rows[name] = block().to(device, dtype), inputs(dtype, tokens, device)
-    current = apply_current(block().to(device)).module
-    stack.enter_context(scale_attention(current, partial(half_attention, exponent=None)))
+    current = apply_current_scaling(block().to(device)).module
+    stack.enter_context(apply_attention_function(current, partial(half_attention, exponent=None)))
     for name, module in (("planned half", planned(block().to(device))), ("current half", current)):
         rows[name] = module, inputs(SINGLE, tokens, device)
     return rows
@@ -82,7 +82,7 @@ def meaning(device: str) -> list[dict[str, Any]]:
             cases[f"conv2d k={exponent} {dtype}"] = (
                 half_conv,
                 [image, kernel.half()],
-                {**options, "geometry": Geometry(padding=1)},
+                {**options, "geometry": ConvGeometry(padding=1)},
             )
     for exponent in (0, None):
         cases[f"attention k={exponent}"] = half_attention, heads, {"exponent": exponent}
@@ -178,8 +178,8 @@ def main() -> None:
     figures: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
-        "fp32_output": products.writes_single(device),
-        "fp32_output_with_factor": products.scales_single(device),
+        "fp32_output": products.can_write_fp32_product(device),
+        "fp32_output_with_factor": products.can_scale_fp32_product(device),
         "tokens": options.tokens,
         "meaning": meaning(str(device)),
         "costs": costs(str(device), options.tokens, options.rounds),

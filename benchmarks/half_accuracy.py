@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finitune.models.anima.attention import scale_attention
+from finitune.models.anima.attention import apply_attention_function
 from finitune.models.anima.load import load_folder
-from finitune.models.pico import STREAM_EXPONENT, folder, scale_stream_
+from finitune.models.pico import STREAM_EXPONENT, get_pico_folder, scale_stream_
 from finitune.numerics import simulate
 from finitune.numerics.attention import half_attention
 from finitune.numerics.compare import relative_l2
-from finitune.precision.apply import apply_current
+from finitune.precision.apply import apply_current_scaling
 
 EXPONENTS = (0, 4, 8, 12, 16, 20, 24, 30)
 
@@ -55,8 +55,8 @@ def loss_and_gradients(
 
 def current_half(model: nn.Module, data: dict[str, Tensor]) -> Any:
     """fp16 products with fp32 masters, every product of forward and backward scaled by its own power of two."""
-    applied = apply_current(model, masters=True)
-    with scale_attention(applied.module, partial(half_attention, exponent=None)):
+    applied = apply_current_scaling(model, masters=True)
+    with apply_attention_function(applied.module, partial(half_attention, exponent=None)):
         return loss_and_gradients(applied.module, data, torch.float32)
 
 
@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    transformer = load_folder(folder()).transformer.float()
+    transformer = load_folder(get_pico_folder()).transformer.float()
     scale_stream_(transformer, -STREAM_EXPONENT)
     data, rows = batch(), []
     print("stream   output: half      bf16      gradient: half      bf16   bf16 / half")

@@ -26,17 +26,17 @@ from pathlib import Path
 
 import torch
 
-from finitune.config.read import validate
+from finitune.config.read import validate_config
 from finitune.config.schema import TrainConfig
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys.train import Request, events_of
-from finitune.merging.adapterfile import Model, open_adapter
+from finitune.merging.adapterfile import TargetModel, open_adapter
 from finitune.models.anima import ANIMA
 from finitune.models.anima.load import load_folder
-from finitune.models.pico import folder
+from finitune.models.pico import get_pico_folder
 from finitune.report import Report
-from finitune.training.events import Saved
-from finitune.training.state import TENSORS, last_state, load_state, state_folders
+from finitune.training.checkpoint import STATE_TENSORS_NAME, find_last_state, iterate_state_folders, load_run_state
+from finitune.training.events import CheckpointSaved
+from finitune.verbs.train import Request, iter_train_events
 
 PICTURES = Path(__file__).parents[1] / "examples" / "emoji_style" / "pictures"
 NAME = "killed"
@@ -56,7 +56,7 @@ def configured(pictures: Path, out: Path, steps: int) -> TrainConfig:
         "general": {"resolution": 64, "min_bucket_reso": 64, "caption_dropout_rate": 0.2},
         "datasets": [{"subsets": [{"image_dir": pictures, "flip_aug": True}]}],
     }
-    return validate(document)[0]
+    return validate_config(document)[0]
 
 
 @dataclass
@@ -80,8 +80,8 @@ class Life:
         try:
             report = Report("train")
             resumed = config.model_copy(update={"saving": config.saving.model_copy(update={"resume": "auto"})})
-            for event in events_of(resumed, report, request=Request()):
-                if isinstance(event, Saved):
+            for event in iter_train_events(resumed, report, request=Request()):
+                if isinstance(event, CheckpointSaved):
                     os.write(tell, event.step.to_bytes(4, "big"))
             code = report.exit_code
         except BaseException:
@@ -91,17 +91,17 @@ class Life:
 
     def last(self, seconds: float | None = None) -> bool:
         """Wait for its end, or kill it after so many seconds; whether it came to its end by itself."""
-        ended = self.hear(None if seconds is None else self.begun + seconds)
+        ended = self.receive_line(None if seconds is None else self.begun + seconds)
         if not ended:
             os.kill(self.process, signal.SIGKILL)
-            self.hear(None)
+            self.receive_line(None)
         os.close(self.told)
         _, status = os.waitpid(self.process, 0)
         if os.WIFEXITED(status) and os.WEXITSTATUS(status):
             raise SystemExit(f"the training failed by itself with code {os.WEXITSTATUS(status)}")
         return os.WIFEXITED(status)
 
-    def hear(self, until: float | None) -> bool:
+    def receive_line(self, until: float | None) -> bool:
         """Listen for what is saved; whether the process has ended before `until`."""
         while True:
             left = None if until is None else max(until - time.monotonic(), 0)
@@ -113,15 +113,15 @@ class Life:
             self.saved = int.from_bytes(message, "big")
 
 
-def faults_of(out: Path, saved: int, model: Model) -> list[str]:
+def faults_of(out: Path, saved: int, model: TargetModel) -> list[str]:
     """What is wrong with the files of a killed run, the last of which were called saved at a step."""
     faults: list[str] = []
-    found, findings = last_state(out, NAME)
+    found, findings = find_last_state(out, NAME)
     faults += [f"{finding.code}: {finding.message}" for finding in findings]
-    step = load_state(found)[0].step if found else 0
+    step = load_run_state(found)[0].step if found else 0
     if step < saved:
         faults.append(f"step {saved} was called saved, the last state is of step {step}")
-    checks: dict[Path, Callable[[Path], object]] = dict.fromkeys(state_folders(out), load_state)
+    checks: dict[Path, Callable[[Path], object]] = dict.fromkeys(iterate_state_folders(out), load_run_state)
     checks |= dict.fromkeys(adapters_in(out), lambda path: open_adapter(path, Report("check"), model))
     for path, check in checks.items():
         try:
@@ -139,7 +139,7 @@ def adapters_in(out: Path) -> list[Path]:
 def differences(one: Path, other: Path) -> list[str]:
     """The tensors in which the ends of two runs are not the same bits: of their adapters and their states."""
     found: list[str] = []
-    for name in (f"{NAME}.safetensors", f"{NAME}-state/{TENSORS}"):
+    for name in (f"{NAME}.safetensors", f"{NAME}-state/{STATE_TENSORS_NAME}"):
         left, right = (dict(TensorFile(place / name).tensors()) for place in (one, other))
         same = {key for key in left if key in right and torch.equal(left[key], right[key])}
         found += [f"{name}: {key}" for key in {*left, *right} - same]
@@ -148,7 +148,7 @@ def differences(one: Path, other: Path) -> list[str]:
 
 def killed(kills: int, steps: int, seed: int, place: Path, say: Callable[[str], None] = print) -> dict[str, object]:
     """Kill a run so many times; what was wrong with its files, and with its ends."""
-    chance, model = random.Random(seed), Model.loaded(ANIMA, load_folder(folder()))
+    chance, model = random.Random(seed), TargetModel.loaded(ANIMA, load_folder(get_pico_folder()))
     pictures = place / "pictures"
     pictures.mkdir(parents=True)
     for path in sorted(PICTURES.iterdir())[: 2 * SHOWN]:

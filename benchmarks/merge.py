@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from finitune.files.tensorfile import TensorFile
-from finitune.files.writer import save_stream, save_tensors
-from finitune.numerics.narrow import spacing
+from finitune.files.writer import save_tensor_stream, save_tensors
+from finitune.numerics.narrow import compute_spacing
 
 RANK, ALPHA, STRENGTH = 16, 8.0, 0.8
 STD = 0.02
@@ -41,7 +41,7 @@ import torch
 def peak_kb():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 start, resting = time.perf_counter(), peak_kb()
-from finitune.journeys.merge import Request, run
+from finitune.verbs.merge import Request, run
 report = run(Request(model=sys.argv[1], adapters=(sys.argv[2],), out=Path(sys.argv[3])))
 assert report.ok, report.findings
 seconds = time.perf_counter() - start
@@ -93,7 +93,7 @@ def write_base(path: Path, blocks: int, width: int) -> None:
         parts = pool[offsets[name] :].repeat(math.ceil(size / POOL))
         return parts[:size].view(shapes[name])
 
-    save_stream(path, {name: (torch.bfloat16, shape) for name, shape in shapes.items()}, tensor_of)
+    save_tensor_stream(path, {name: (torch.bfloat16, shape) for name, shape in shapes.items()}, tensor_of)
 
 
 def write_lora(path: Path, blocks: int, width: int) -> int:
@@ -149,7 +149,7 @@ def wrong_elements(base: TensorFile, lora: TensorFile, merged: TensorFile) -> tu
         before, after = base.read(name), merged.read(name)
         for rows in torch.arange(len(before)).split(CHUNK):
             wanted = before[rows].double() + STRENGTH * (ALPHA / RANK) * (up[rows] @ down)
-            step = spacing(wanted, torch.bfloat16)
+            step = compute_spacing(wanted, torch.bfloat16)
             wrong += int((torch.round(wanted / step) * step != after[rows].double()).sum())
         elements += before.numel()
     return elements, wrong

@@ -20,7 +20,7 @@ from torch import nn
 
 from finitune.numerics import simulate
 from finitune.precision.probe import probe
-from finitune.precision.tape import Recorder
+from finitune.precision.trace import OpRecorder
 
 
 def inputs(width: int, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -68,7 +68,7 @@ def main() -> None:
             measured["l1"] = seconds(ranged)
         with simulate.half():
             measured["simulate"] = seconds(simulated)
-        recorder = Recorder(half)
+        recorder = OpRecorder(half)
         with simulate.half(), recorder:
             measured["simulate_with_ranges"] = seconds(simulated)
         if round_number >= 3:

@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from finitune.config.read import read_config
+from finitune.config.read import read_train_config
 from finitune.config.schema import TrainConfig
-from finitune.journeys.train import events_of
-from finitune.journeys.training import prepared
 from finitune.models.pico import STREAM_EXPONENT, STREAM_WRITERS
 from finitune.numerics import simulate
 from finitune.report import Report
 from finitune.training import events
-from finitune.training.run import Run
-from finitune.training.schedules import set_rates
+from finitune.training.schedules import set_learning_rates
+from finitune.training.train_state import TrainingRun
+from finitune.verbs.train import iter_train_events
+from finitune.verbs.train.prepare import open_prepared_run
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "emoji_style"
 PRECISIONS = ("fp32", "planned-half", "current-half", "bf16")
@@ -42,7 +42,7 @@ BARRED = ("planned-half", "current-half")
 
 def configured(precision: str, steps: int, place: Path) -> TrainConfig:
     """The example's configuration in a precision, for so many steps, without previews."""
-    config = read_config(place / EXAMPLE.name / "train.toml").config
+    config = read_train_config(place / EXAMPLE.name / "train.toml").config
     changes: dict[str, dict[str, Any]] = {
         "model": {"precision": precision, "device": "cpu"},
         "training": {"max_train_steps": steps, "cache_dir": place / "cache"},
@@ -57,10 +57,10 @@ def configured(precision: str, steps: int, place: Path) -> TrainConfig:
 def learned(precision: str, steps: int, place: Path) -> dict[str, float]:
     """What a run in one precision comes to."""
     report, largest = Report("train"), 0.0
-    for event in events_of(configured(precision, steps, place), report):
-        if isinstance(event, events.Ranged):
+    for event in iter_train_events(configured(precision, steps, place), report):
+        if isinstance(event, events.RangesMeasured):
             largest = max(largest, *event.amax.values())
-        if isinstance(event, events.Stepped) and event.step % 50 == 0:
+        if isinstance(event, events.StepTaken) and event.step % 50 == 0:
             print(f"  {precision} step {event.step}: loss {event.smoothed:.4f}", flush=True)
     figures: Any = report.figures
     return {
@@ -71,22 +71,22 @@ def learned(precision: str, steps: int, place: Path) -> dict[str, float]:
     }
 
 
-def first_nonfinite_step(run: Run, steps: int) -> int | None:
+def first_nonfinite_step(run: TrainingRun, steps: int) -> int | None:
     """The first step, from 1, with a loss or a gradient that is not finite, where nobody looks before the update."""
     optimizer = run.make_optimizer()
     for step in range(steps):
-        batches = [batch for micro in run.course.micro_batches_of(step, 0) if (batch := run.load(micro))]
+        batches = [batch for micro in run.course.select_micro_batches(step, 0) if (batch := run.load(micro))]
         gradient = run.differentiator.gradient(batches, step)
         if not gradient.finite:
             return step + 1
-        set_rates(optimizer, run.rate_of(step))
+        set_learning_rates(optimizer, run.rate_of(step))
         optimizer.step()
     return None
 
 
 def plain_half(steps: int, place: Path, exponent: int = 0) -> int | None:
     """The first non-finite step of plain fp16, the residual stream multiplied by 2**exponent."""
-    with prepared(configured("fp32", steps, place), Report("train")) as ready:
+    with open_prepared_run(configured("fp32", steps, place), Report("train")) as ready:
         transformer = ready.run.learner.precisions["transformer"].module
         scale_base_stream(transformer, exponent)
         transformer.half()

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from finitune.adapters import Target
-from finitune.adapters.layer import attach
-from finitune.adapters.new import new_adapter
+from finitune.adapters.layer import attach_adapters
+from finitune.adapters.new import create_adapter
 
 RANK, LAYERS, HEADS, HEAD_DIM, BATCH, TEXT = 16, 6, 8, 64, 4, 1024
 TARGETS = tuple(
@@ -114,10 +114,10 @@ def ours(kind: str, data: dict[str, Any]) -> Step:
     model, generator = cosmos(), torch.Generator().manual_seed(0)
     algorithm, dora = ("lora", True) if kind == "dora" else (kind, False)
     made = {
-        name: new_adapter(Target(layer.weight, RANK, alpha=RANK), algorithm, generator, dora)  # type: ignore[arg-type]
+        name: create_adapter(Target(layer.weight, RANK, alpha=RANK), algorithm, generator, dora)  # type: ignore[arg-type]
         for name, layer in sites(model).items()
     }
-    return trained_step(model, attach(model, made, trainable=True).parameters(), data)
+    return trained_step(model, attach_adapters(model, made, trainable=True).parameters(), data)
 
 
 def peft(kind: str, data: dict[str, Any]) -> Step:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from finitune.config.read import dump, read_config
+from finitune.config.read import dump_config, read_train_config
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import write_text
 from finitune.numerics.compare import ulp_distance
@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {
 def configured(name: str, world: int, steps: int, place: Path) -> Path:
     """The configuration of a kind for so many processes, as a file; 5 pictures at once leave epochs with a tail."""
     accumulation, sections = KINDS[name]
-    config = read_config(EXAMPLE).config
+    config = read_train_config(EXAMPLE).config
     common: dict[str, dict[str, Any]] = {
         "model": {"device": "cpu"},
         "training": {
@@ -69,7 +69,7 @@ def configured(name: str, world: int, steps: int, place: Path) -> Path:
         for section in {**common, **sections}
     }
     path = place / f"{world}.toml"
-    write_text(path, dump(config.model_copy(update=changed)))
+    write_text(path, dump_config(config.model_copy(update=changed)))
     return path
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from finitune.generation.planning import draw_in
-from finitune.generation.settings import Settings
+from finitune.generation.planning import draw_in_precision
+from finitune.generation.settings import PictureSettings
 from finitune.models.anima.load import AnimaParts, load_folder
-from finitune.models.pico import folder, plan_file
+from finitune.models.pico import get_pico_folder, get_pico_plan_path
 from finitune.precision.plan import PrecisionPlan
 from pico.pictures import draw_pictures
 from pico.vae import encode
@@ -31,9 +31,9 @@ SHEET = 8
 
 def draw_all(parts: AnimaParts, prompts: list[str], precision: str) -> Tensor:
     """One picture per prompt, seeds counted from 0: uint8 (N, 64, 64, 3)."""
-    plan = PrecisionPlan.load(plan_file()) if precision == "planned-half" else None
-    pictures = [Settings(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)]
-    return draw_in(parts, precision, pictures, plan).pixels
+    plan = PrecisionPlan.load(get_pico_plan_path()) if precision == "planned-half" else None
+    pictures = [PictureSettings(prompt=prompt, seed=seed) for seed, prompt in enumerate(prompts)]
+    return draw_in_precision(parts, precision, pictures, plan).pixels
 
 
 def ranks(drawn: Tensor, training: Tensor, right: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--sheet", type=Path)
-    parser.add_argument("--model", type=Path, default=folder())
+    parser.add_argument("--model", type=Path, default=get_pico_folder())
     options = parser.parse_args()
     parts = load_folder(options.model)
     with tempfile.TemporaryDirectory() as work:

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from finitune.codes import AREAS, Page, pages
+from finitune.codes import CODE_AREAS, CodePage, read_code_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "finitune"
@@ -43,18 +43,20 @@ with exit code 1 (2 where the request itself cannot be meant); a warning or a no
 
 def document() -> str:
     """The whole of docs/codes.md."""
-    by_area: dict[str, list[Page]] = defaultdict(list)
-    for page in pages().values():
+    by_area: dict[str, list[CodePage]] = defaultdict(list)
+    for page in read_code_pages().values():
         by_area[page.area].append(page)
-    contents = [f"- [{AREAS[area]}](#{anchor(AREAS[area])}): {listed(found)}" for area, found in by_area.items()]
+    contents = [
+        f"- [{CODE_AREAS[area]}](#{anchor(CODE_AREAS[area])}): {listed(found)}" for area, found in by_area.items()
+    ]
     chapters = [
-        f"## {AREAS[area]}\n\n" + "\n".join(map(section, sorted(found, key=lambda page: page.code)))
+        f"## {CODE_AREAS[area]}\n\n" + "\n".join(map(section, sorted(found, key=lambda page: page.code)))
         for area, found in by_area.items()
     ]
     return "\n".join([INTRODUCTION, *contents, "", *chapters])
 
 
-def section(page: Page) -> str:
+def section(page: CodePage) -> str:
     """A page under its heading, whose anchor is the code in lower case."""
     level = " or ".join(page.level)
     lines = [
@@ -91,7 +93,7 @@ def named(address: str) -> str:
     return f"{repository}#{number}"
 
 
-def listed(found: list[Page]) -> str:
+def listed(found: list[CodePage]) -> str:
     """How many codes there are, and with which words they begin."""
     words = sorted({page.code.partition("-")[0] for page in found})
     return f"{len(found)} codes; {', '.join(words)}"
@@ -174,7 +176,7 @@ def main() -> None:
     if not parser.parse_args().check:
         DOCUMENT.write_text(document(), encoding="utf-8")
         return
-    known, told = pages(), codes_in_source()
+    known, told = read_code_pages(), codes_in_source()
     print("without a page:", *sorted(set(told) - set(known)), sep="\n  ")
     print("without a code:", *sorted(set(known) - set(told)), sep="\n  ")
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from finitune.models.pico import STREAM_EXPONENT, folder, scale_stream_
+from finitune.models.pico import STREAM_EXPONENT, get_pico_folder, scale_stream_
 from pico.denoiser import TextToLatent, train_denoiser
 from pico.pictures import Captions, draw_pictures, train_tokenizers
 from pico.vae import encode, train_vae
@@ -67,7 +67,7 @@ def package(model: TextToLatent, vae: nn.Module, tokenizers: dict[str, object], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/pico"))
-    parser.add_argument("--out", type=Path, default=folder())
+    parser.add_argument("--out", type=Path, default=get_pico_folder())
     parser.add_argument("--vae-minutes", type=float, default=24)
     parser.add_argument("--denoiser-minutes", type=float, default=62)
     options = parser.parse_args()

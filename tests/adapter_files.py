@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from finitune.adapters.weight import weight_delta
+from finitune.adapters.weight import compute_weight_delta
 from finitune.files.tensorfile import TensorFile
-from finitune.models import MODELS
+from finitune.models import MODEL_FAMILIES
 from finitune.models.spec import ModelSpec
-from finitune.namings.core import Reading
+from finitune.namings.core import ParsedAdapter
 from finitune.namings.read import read_adapter
 from finitune.namings.resolve import Resolver
 from finitune.report import Finding, Level
@@ -31,7 +31,7 @@ def lora(module: str, out: int = 16, into: int = 8, rank: int = 2, words: str = 
 
 
 def model(name: str) -> ModelSpec:
-    return next(model for model in MODELS if model.name == name)
+    return next(model for model in MODEL_FAMILIES if model.name == name)
 
 
 def read_back(
@@ -43,7 +43,7 @@ def read_back(
     resolver: Resolver | None = TOY,
     config: Mapping[str, object] | None = None,
     **options: object,
-) -> Reading:
+) -> ParsedAdapter:
     """Write tensors and texts to a file and read it: as of a family, or as of a user's own modules.
 
     Holds every reading to its promise: one line for each key, and an error for what is left out.
@@ -64,15 +64,15 @@ def read_back(
     return reading
 
 
-def codes(reading: Reading, level: Level | None = None) -> list[str]:
+def codes(reading: ParsedAdapter, level: Level | None = None) -> list[str]:
     return [finding.code for finding in reading.findings if level is None or finding.level is level]
 
 
-def finding(reading: Reading, code: str) -> Finding:
+def finding(reading: ParsedAdapter, code: str) -> Finding:
     (found,) = [finding for finding in reading.findings if finding.code == code]
     return found
 
 
-def delta(reading: Reading, site: str, *shape: int) -> torch.Tensor:
+def delta(reading: ParsedAdapter, site: str, *shape: int) -> torch.Tensor:
     """The change of a weight of zeros, fp64."""
-    return weight_delta(torch.zeros(shape, dtype=torch.float64), reading.adapter[site])
+    return compute_weight_delta(torch.zeros(shape, dtype=torch.float64), reading.adapter[site])

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finitune.adapters import Magnitude, SiteAdapter, Target, algorithm_of
-from finitune.adapters.core import Side
-from finitune.adapters.dora import norms
+from finitune.adapters import Magnitude, SiteAdapter, Target, find_algorithm
+from finitune.adapters.core import MagnitudeSide
+from finitune.adapters.dora import compute_weight_norms
 
 RANK = 3
 ALPHA = 1.7  # neither the rank nor a power of two: a scale that is lost, doubled or rounded shows
@@ -25,18 +25,23 @@ def random_base(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def fresh_adapter(
-    name: str, base: Tensor, seed: int, *, magnitude: Side | None = None, options: Options | None = None
+    name: str, base: Tensor, seed: int, *, magnitude: MagnitudeSide | None = None, options: Options | None = None
 ) -> SiteAdapter:
     """What training starts from, on `base`; with `magnitude`, a DoRA whose magnitudes are the norms of `base`."""
     target = Target(base, rank=RANK, alpha=ALPHA, options=options or {})
-    adapter = algorithm_of(name).init(target, torch.Generator().manual_seed(seed))
+    adapter = find_algorithm(name).init(target, torch.Generator().manual_seed(seed))
     if magnitude is None:
         return adapter
-    return replace(adapter, magnitude=Magnitude(norms(base, magnitude), side=magnitude))
+    return replace(adapter, magnitude=Magnitude(compute_weight_norms(base, magnitude), side=magnitude))
 
 
 def random_adapter(
-    name: str, shape: tuple[int, ...], seed: int, *, magnitude: Side | None = None, options: Options | None = None
+    name: str,
+    shape: tuple[int, ...],
+    seed: int,
+    *,
+    magnitude: MagnitudeSide | None = None,
+    options: Options | None = None,
 ) -> tuple[Tensor, SiteAdapter]:
     """A base weight in fp32, and an adapter on it whose floating tensors are all noise, magnitudes included."""
     base = random_base(shape, seed)

@@ -6,10 +6,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from finitune.precision.planner import tensor_core
-from finitune.precision.probe import is_finite
+from finitune.precision.planner import apply_tensor_core_rounding
+from finitune.precision.probe import is_output_finite
 from finitune.precision.sites import ModulePath
-from finitune.precision.tape import CONSTANT_OPS
+from finitune.precision.trace import CONSTANT_OPS
 
 
 class FirstBad(TorchDispatchMode):
@@ -21,10 +21,10 @@ class FirstBad(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        finite = is_finite((args, kwargs))
+        finite = is_output_finite((args, kwargs))
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if self.found is None and finite and name not in CONSTANT_OPS and not is_finite(result):
+        if self.found is None and finite and name not in CONSTANT_OPS and not is_output_finite(result):
             self.found = (self.path.here, name)
             if not func._schema.is_mutable and isinstance(result, torch.Tensor):
                 self.value = float(func(*tree_map(wide, args), **tree_map(wide, kwargs)).abs().max())
@@ -38,7 +38,7 @@ def wide(value):
 @torch.no_grad()
 def first_bad(root, call):
     path = ModulePath(root)
-    with path, tensor_core(root), FirstBad(path) as twin:
+    with path, apply_tensor_core_rounding(root), FirstBad(path) as twin:
         call.run(root)
     return twin
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from finitune.cli import main
 from finitune.files.tensorfile import TensorFile
-from finitune.namings.core import Reading
+from finitune.namings.core import ParsedAdapter
 from finitune.namings.read import read_adapter
 from finitune.namings.resolve import Resolver
 from tests.adapter_files import lora, noise
@@ -45,7 +45,7 @@ def own_model(path: Path, *names: str, shape: tuple[int, int] = (16, 8)) -> Path
     return saved(path, {f"{name}.weight": noise(*shape, seed=i) for i, name in enumerate(names)})
 
 
-def read_for(file: Path, model: Path) -> Reading:
+def read_for(file: Path, model: Path) -> ParsedAdapter:
     """An adapter file as of a model that no table knows, whose checkpoint names its modules."""
     shapes = {key.removesuffix(".weight"): shape for key, shape in TensorFile(model).shapes.items()}
     known = {f"transformer.{name}": shape for name, shape in shapes.items()}

@@ -14,11 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 from finitune.config.datasets import ResolvedDataset, ResolvedSubset
-from finitune.datasets.buckets import place_all
-from finitune.datasets.course import Course
-from finitune.datasets.items import Example, Size
+from finitune.datasets.batch_schedule import BatchSchedule
+from finitune.datasets.buckets import place_examples
+from finitune.datasets.items import PixelSize, TrainingExample
 
-SHAPES: tuple[Size, ...] = ((64, 64), (96, 48), (48, 96), (64, 64), (80, 60), (64, 64), (64, 64))
+SHAPES: tuple[PixelSize, ...] = ((64, 64), (96, 48), (48, 96), (64, 64), (80, 60), (64, 64), (64, 64))
 
 IDENTITY = {"latents.vae": "a", "texts.encoder": "b", "dtype": "fp32"}
 
@@ -33,15 +33,15 @@ def dataset_of(**options: object) -> ResolvedDataset:
     return ResolvedDataset.model_validate({**named, **options})
 
 
-def examples_of(folder: Path, subset: ResolvedSubset, repeats: int = 1, shapes: tuple[Size, ...] = SHAPES):
+def examples_of(folder: Path, subset: ResolvedSubset, repeats: int = 1, shapes: tuple[PixelSize, ...] = SHAPES):
     """An example for each shape, that of no file yet."""
     return [
-        Example(folder / f"{i}.png", f"{folder.name}/{i}.png", size, f"tag{i}, a, b, c", subset, repeats)
+        TrainingExample(folder / f"{i}.png", f"{folder.name}/{i}.png", size, f"tag{i}, a, b, c", subset, repeats)
         for i, size in enumerate(shapes)
     ]
 
 
-def write_pictures(examples: list[Example], alpha: bool = False) -> None:
+def write_pictures(examples: list[TrainingExample], alpha: bool = False) -> None:
     """Draw noise into the files of the examples; with `alpha`, the left half is transparent."""
     for seed, example in enumerate(examples):
         width, height = example.size
@@ -51,10 +51,12 @@ def write_pictures(examples: list[Example], alpha: bool = False) -> None:
         Image.fromarray(channels if alpha else channels[..., :3]).save(example.path)
 
 
-def course_of(examples: list[Example], datasets: list[ResolvedDataset] | None = None, **options: int) -> Course:
+def course_of(
+    examples: list[TrainingExample], datasets: list[ResolvedDataset] | None = None, **options: int
+) -> BatchSchedule:
     datasets = datasets or [dataset_of()]
-    placed = place_all(examples, datasets, options.get("batch_size", 1))
-    return Course(placed.examples, placed.placements, tuple(datasets), **{"seed": 5, **options})
+    placed = place_examples(examples, datasets, options.get("batch_size", 1))
+    return BatchSchedule(placed.examples, placed.placements, tuple(datasets), **{"seed": 5, **options})
 
 
 @dataclass

@@ -9,22 +9,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from finitune.device.environment import (
+from finitune.machine.environment import (
     GIB,
-    Card,
     Device,
     Disk,
     Driver,
+    DriverCard,
     Environment,
     Limits,
     Machine,
-    Memory,
+    MachineMemory,
     Package,
     Python,
     Toolkit,
     Torch,
 )
-from finitune.device.hardware import DeviceFacts
+from finitune.machine.hardware import DeviceFacts
 
 CU118 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_37", "sm_90")
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
@@ -56,7 +56,7 @@ GOOD = {
     "huggingface-hub": "2.4.0",
 }  # fmt: skip
 LINUX = Machine("Linux", "6.8.0", "x86_64", False, "", "", "AMD Ryzen 9 7900X", 16, ("avx", "avx2", "fma", "f16c"))
-MEMORY = Memory(64 * GIB, 50 * GIB, None, 8 * GIB, 8 * GIB, 32 * GIB)
+MEMORY = MachineMemory(64 * GIB, 50 * GIB, None, 8 * GIB, 8 * GIB, 32 * GIB)
 DISKS = (Disk("working folder", 900 * GIB, 300 * GIB), Disk("temporary folder", 900 * GIB, 300 * GIB))
 WINDOWS = replace(LINUX, system="Windows", release="11", architecture="AMD64")
 PAGED = replace(MEMORY, swap_total_bytes=64 * GIB, shm_bytes=None)
@@ -110,11 +110,13 @@ def device(
     return Device(facts, index, f"uuid-{index}", int(free * gib * GIB), "MIG" in name, None)
 
 
-def card_of(found: Device) -> Card:
+def card_of(found: Device) -> DriverCard:
     """The same card, as the driver tells of it."""
     facts = found.facts
     free = found.free_bytes or 0
-    return Card(facts.name, f"GPU-{found.uuid}", facts.capability, facts.total_memory_bytes, free, found.mig, None)
+    return DriverCard(
+        facts.name, f"GPU-{found.uuid}", facts.capability, facts.total_memory_bytes, free, found.mig, None
+    )
 
 
 def flash(version: str) -> dict[str, str | Package]:

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from finitune.journeys.merge import Request, run
 from finitune.report import Finding, Report
+from finitune.verbs.merge import Request, run
 
 WIDTH = 32
 SITES = ("self_attn.q_proj", "self_attn.output_proj", "cross_attn.k_proj", "mlp.layer1")

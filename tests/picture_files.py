@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from finitune.config.datasets import Dataset, DatasetConfig, ResolvedDataset, Subset, flattened
-from finitune.datasets.folders import Scan, scan
-from finitune.progress import Silent
+from finitune.config.datasets import Dataset, DatasetConfig, ResolvedDataset, Subset, resolve_datasets
+from finitune.datasets.dataset_scan import DatasetScan, scan_datasets
+from finitune.progress import SilentProgress
 from finitune.report import Finding
 
 ORIENTATION = 274
@@ -54,20 +54,22 @@ def png(size: tuple[int, int], depth: int, colour: int, rows: bytes, extra: byte
 
 
 def resolved(*subsets: Subset) -> tuple[ResolvedDataset, ...]:
-    return flattened(DatasetConfig(datasets=(Dataset(subsets=subsets),)))
+    return resolve_datasets(DatasetConfig(datasets=(Dataset(subsets=subsets),)))
 
 
-def scanned(*subsets: Subset | Path) -> Scan:
+def scanned(*subsets: Subset | Path) -> DatasetScan:
     """One data set of subsets, or of folders."""
-    return scan(resolved(*(s if isinstance(s, Subset) else Subset(image_dir=s) for s in subsets)), Silent())
+    return scan_datasets(
+        resolved(*(s if isinstance(s, Subset) else Subset(image_dir=s) for s in subsets)), SilentProgress()
+    )
 
 
-def found(scan_or_findings: Scan | list[Finding], code: str) -> Finding:
+def found(scan_or_findings: DatasetScan | list[Finding], code: str) -> Finding:
     """The only finding of a code."""
-    findings = scan_or_findings.findings if isinstance(scan_or_findings, Scan) else scan_or_findings
+    findings = scan_or_findings.findings if isinstance(scan_or_findings, DatasetScan) else scan_or_findings
     (finding,) = [finding for finding in findings if finding.code == code]
     return finding
 
 
-def captions(found: Scan) -> dict[str, str]:
+def captions(found: DatasetScan) -> dict[str, str]:
     return {example.path.name: example.caption for examples in found.examples for example in examples}

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from finitune.adapters import Magnitude, SiteAdapter
-from finitune.adapters.dora import norms
-from finitune.adapters.layer import AdaptedLayer, attach
-from finitune.adapters.weight import adapted_bias, adapted_weight, combined_weight
+from finitune.adapters.dora import compute_weight_norms
+from finitune.adapters.layer import AdaptedLayer, attach_adapters
+from finitune.adapters.weight import combine_adapted_weight, compute_adapted_bias, compute_adapted_weight
 from finitune.errors import AdapterError, PlanError
 from finitune.numerics.compare import relative_l2
-from finitune.precision.apply import apply_current, apply_plan
-from finitune.precision.certificate import check, outputs, prove
-from finitune.precision.plan import Line
+from finitune.precision.apply import apply_current_scaling, apply_plan
+from finitune.precision.certificate import check_component_plan, collect_call_outputs, prove_component_plan
+from finitune.precision.half_modules import make_half_product
+from finitune.precision.plan import PlanLine
 from finitune.precision.planner import plan_component
-from finitune.precision.sites import product_sites
-from finitune.precision.twins import product_twin
+from finitune.precision.sites import find_product_sites
 from tests.adapters_made import random_adapter
 from tests.test_generality import flux, unet
 from tests.tiny import cosmos, cosmos_calls
@@ -52,10 +52,10 @@ KINDS = {
 }
 NO_TWIN = ("same", "conv1d")
 PLANS = {
-    "plain": Line("x", out="fp16"),
-    "fp32 out": Line("x", exponent=None),
-    "scaled": Line("x", exponent=3, weight_exponent=-2),
-    "carry": Line("x", exponent=1, carry=2, carried_to="y"),
+    "plain": PlanLine("x", out="fp16"),
+    "fp32 out": PlanLine("x", exponent=None),
+    "scaled": PlanLine("x", exponent=3, weight_exponent=-2),
+    "carry": PlanLine("x", exponent=1, carry=2, carried_to="y"),
 }
 
 
@@ -78,8 +78,8 @@ def made(layer: str, kind: str = "lora", seed: int = 0) -> tuple[nn.Module, Site
 def merged(layer: nn.Module, adapter: SiteAdapter, x: Tensor, strength: float = 1.0) -> Tensor:
     """The slow twin: the layer in fp64 with the adapted weight and bias in place."""
     wide = copy.deepcopy(layer).double()
-    wide.weight.data = adapted_weight(wide.weight.data, adapter, strength)
-    bias = adapted_bias(None if wide.bias is None else wide.bias.data, adapter, strength)
+    wide.weight.data = compute_adapted_weight(wide.weight.data, adapter, strength)
+    bias = compute_adapted_bias(None if wide.bias is None else wide.bias.data, adapter, strength)
     wide.bias = None if bias is None else nn.Parameter(bias.double(), requires_grad=False)
     return wide(x.double())
 
@@ -102,7 +102,7 @@ def test_over_a_half_twin_the_change_is_as_exact_as_half_products_are(kind: str,
     true = merged(base, adapter, x) - merged(base, adapter, x, 0.0)
     if not line.weight_exponent:
         base.half()
-    twin = product_twin(base, line, torch.float16, carried)
+    twin = make_half_product(base, line, torch.float16, carried)
     stored = x * 2.0**-carried
     layered = AdaptedLayer(twin, [(adapter, 1.0)])
     change = layered.held(stored, twin) * 2.0**line.carry
@@ -130,9 +130,9 @@ def test_a_small_change_survives_where_merged_bf16_weights_lose_it():
     strength = 1e-3
     change = merged(base, adapter, x, strength) - merged(base, adapter, x, 0.0)
     bias = (strength * adapter.tensors["diff_b"]).double()
-    rounded = adapted_weight(base.weight, adapter, strength).bfloat16().double() - base.weight.double()
+    rounded = compute_adapted_weight(base.weight, adapter, strength).bfloat16().double() - base.weight.double()
     lost = F.linear(x.double(), rounded) + bias
-    with apply_current(nn.Sequential(base)) as model:
+    with apply_current_scaling(nn.Sequential(base)) as model:
         layered = AdaptedLayer(model[0], [(adapter, strength)])
         kept = layered(x) - model[0](x)
     assert error(kept, change) < HALF < 0.05 < error(lost, change)
@@ -143,7 +143,7 @@ def test_a_small_change_survives_where_merged_bf16_weights_lose_it():
 def test_any_magnitude_of_the_input_is_as_exact(exponent: int, layer: str, kind: str):
     base, adapter, x = made(layer, kind)
     x = x * 2.0**exponent
-    twin = product_twin(base.half(), PLANS["fp32 out"], torch.float16)
+    twin = make_half_product(base.half(), PLANS["fp32 out"], torch.float16)
     found = AdaptedLayer(twin, [(adapter, 1.0)])(x)
     assert found.isfinite().all() and error(found, merged(base.float(), adapter, x)) < HALF
 
@@ -151,7 +151,7 @@ def test_any_magnitude_of_the_input_is_as_exact(exponent: int, layer: str, kind:
 def test_inputs_of_a_million_stay_finite():
     base, adapter, x = made("linear", seed=3)
     x = 1e6 * x.sign()
-    twin = product_twin(base.half(), PLANS["fp32 out"], torch.float16)
+    twin = make_half_product(base.half(), PLANS["fp32 out"], torch.float16)
     found = AdaptedLayer(twin, [(adapter, 100.0)])(x)
     assert found.abs().max() > 1e6 and error(found, merged(base.float(), adapter, x, 100.0)) < HALF
 
@@ -162,7 +162,7 @@ def test_inputs_of_a_million_stay_finite():
 def test_gradients_are_those_of_the_merged_weight(kind: str, layer: str, arithmetic: torch.dtype):
     base, adapter, x = made(layer, kind)
     wide = copy.deepcopy(base).double()
-    twin = product_twin(base, PLANS["fp32 out"], arithmetic)
+    twin = make_half_product(base, PLANS["fp32 out"], arithmetic)
     layered = AdaptedLayer(twin, [(adapter, 0.7)], trainable=True)
     ours = [x.clone().requires_grad_(), *layered.held.parameters()]
     y = layered(ours[0])
@@ -173,7 +173,7 @@ def test_gradients_are_those_of_the_merged_weight(kind: str, layer: str, arithme
     for role in dict(held.named_parameters()):
         setattr(held, role, nn.Parameter(getattr(held, role).detach().double()))
     live, x64 = held.adapter, x.double().requires_grad_()
-    weight, bias = adapted_weight(wide.weight, live, 0.7), adapted_bias(wide.bias, live, 0.7)
+    weight, bias = compute_adapted_weight(wide.weight, live, 0.7), compute_adapted_bias(wide.bias, live, 0.7)
     (torch.func.functional_call(wide, {"weight": weight, "bias": bias}, (x64,)) * seen).sum().backward()
     theirs = [x64, *(getattr(held, role) for role in dict(layered.held[0].named_parameters()))]
     bar = 1e-4 if arithmetic is torch.float32 else 2 * HALF
@@ -193,9 +193,9 @@ def test_several_adapters_add_up_each_from_the_base():
     base, first, x = made("linear", "lora")
     strong = [(first, 0.5), (made("linear", "oft", 1)[1], 2.0), (made("linear", "dora", 2)[1], -1.0)]
     wide = copy.deepcopy(base).double()
-    wide.weight.data = combined_weight(wide.weight.data, strong)
+    wide.weight.data = combine_adapted_weight(wide.weight.data, strong)
     for adapter, strength in strong:
-        wide.bias.data = adapted_bias(wide.bias.data, adapter, strength)
+        wide.bias.data = compute_adapted_bias(wide.bias.data, adapter, strength)
     assert error(AdaptedLayer(base, strong)(x), wide(x.double())) < 1e-5
     assert error(AdaptedLayer(base, strong[::-1])(x), wide(x.double())) < 1e-5
 
@@ -215,7 +215,7 @@ def test_a_plan_put_in_force_afterwards_leaves_the_masters_alone():
     base, adapter, x = made("linear")
     layered = AdaptedLayer(base, [(adapter, 1.0)], trainable=True)
     wanted = merged(base, adapter, x)
-    with apply_current(nn.Sequential(layered)) as model:
+    with apply_current_scaling(nn.Sequential(layered)) as model:
         assert {p.dtype for p in layered.held.parameters()} == {torch.float32}
         assert base.weight.dtype == torch.float16 and error(model(x), wanted) < 1e-3
 
@@ -241,13 +241,13 @@ def test_detach_puts_back_the_very_modules_and_every_bit():
     x = torch.randn(3, 6)
     plain = model(x)
     pair = [(random_adapter("oft", (8, 8), 4)[1], 0.5), (random_adapter("lora", (8, 8), 5)[1], 1.0)]
-    attached = attach(model, {"0": adapter, "2.0": pair}, strength=0.5, trainable=True)
+    attached = attach_adapters(model, {"0": adapter, "2.0": pair}, strength=0.5, trainable=True)
     assert [strength for _, strength in attached.layers["2.0"].adapters] == [0.25, 0.5]
     assert len(list(attached.parameters())) == 6 and error(model(x), plain) > 0.01
     model(x).sum().backward()
     assert attached.detach() is model and dict(model.named_modules()) == modules
     assert all(torch.equal(bits[name], tensor) for name, tensor in model.state_dict().items())
-    with attach(model, {"0": adapter}) as same:
+    with attach_adapters(model, {"0": adapter}) as same:
         assert same is model and error(model(x), plain) > 0.01
     assert torch.equal(model(x), plain)
 
@@ -276,7 +276,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(case: str):
     model, good = small_model(), made("linear")[1]
     modules = dict(model.named_modules())
     with pytest.raises(AdapterError) as caught:
-        attach(model, {"0": good, name: adapter})
+        attach_adapters(model, {"0": good, name: adapter})
     assert caught.value.code == code and caught.value.remedy
     assert dict(model.named_modules()) == modules
 
@@ -284,17 +284,17 @@ def test_what_does_not_fit_is_refused_and_nothing_is_changed(case: str):
 def test_layers_that_are_adapted_or_not_called_are_refused():
     model, adapter = small_model(), made("linear")[1]
     attention = nn.MultiheadAttention(8, 2)
-    with attach(model, {"0": adapter}), pytest.raises(AdapterError) as caught:
-        attach(model, {"0": adapter})
+    with attach_adapters(model, {"0": adapter}), pytest.raises(AdapterError) as caught:
+        attach_adapters(model, {"0": adapter})
     assert caught.value.code == "ADAPTER-LAYER" and caught.value.subject == "0"
     with pytest.raises(AdapterError, match="NonDynamicallyQuantizableLinear"):
-        attach(attention, {"out_proj": random_adapter("lora", (8, 8), 0)[1]})
+        attach_adapters(attention, {"out_proj": random_adapter("lora", (8, 8), 0)[1]})
 
 
 def test_detaching_under_what_came_after_is_refused():
     model, adapter = small_model(), made("linear")[1]
-    attached = attach(model, {"0": adapter})
-    with apply_current(model), pytest.raises(AdapterError) as caught:
+    attached = attach_adapters(model, {"0": adapter})
+    with apply_current_scaling(model), pytest.raises(AdapterError) as caught:
         attached.detach()
     assert caught.value.code == "ADAPTER-NESTED" and caught.value.subject == "0"
     attached.detach()
@@ -304,16 +304,16 @@ def test_detaching_under_what_came_after_is_refused():
 def adapted_sites(model: nn.Module, kinds: tuple[str, ...] = ("lora", "oft_v2", "dora")) -> dict[str, SiteAdapter]:
     """An adapter for every Linear and convolution of a model, of these kinds in turn, about as large as its base."""
     found = {}
-    for number, (site, layer) in enumerate(product_sites(model).items()):
+    for number, (site, layer) in enumerate(find_product_sites(model).items()):
         base = layer.weight.detach().float()
         kind = kinds[number % len(kinds)]
         adapter = random_adapter("lora" if kind == "dora" else kind, tuple(base.shape), number)[1]
         if kind == "oft_v2":
             found[site] = adapter
             continue
-        size = float(base.norm() / adapted_weight(torch.zeros_like(base), adapter).norm())
+        size = float(base.norm() / compute_adapted_weight(torch.zeros_like(base), adapter).norm())
         adapter = adapter.with_tensors(up=0.2 * size * adapter.tensors["up"])
-        magnitude = Magnitude(1.05 * norms(base, "out")) if kind == "dora" else None
+        magnitude = Magnitude(1.05 * compute_weight_norms(base, "out")) if kind == "dora" else None
         found[site] = replace(adapter, magnitude=magnitude)
     return found
 
@@ -323,7 +323,7 @@ def merged_model(model: nn.Module, adapters: dict[str, SiteAdapter]) -> nn.Modul
     wide = copy.deepcopy(model).float()
     for site, adapter in adapters.items():
         weight = wide.get_submodule(site).weight
-        weight.data = adapted_weight(weight.data, adapter)
+        weight.data = compute_adapted_weight(weight.data, adapter)
     return wide
 
 
@@ -332,7 +332,7 @@ def loud():
     """A Cosmos transformer whose stream leaves fp16, adapters for all of it, calls, and what fp32 makes of them."""
     model, calls = cosmos(stream_exponent=17), cosmos_calls()
     adapters = adapted_sites(model)
-    return model, adapters, calls, outputs(merged_model(model, adapters), calls)
+    return model, adapters, calls, collect_call_outputs(merged_model(model, adapters), calls)
 
 
 def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
@@ -341,24 +341,24 @@ def worst(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 def test_current_scaling_before_or_after(loud):
     model, adapters, calls, wanted = loud
-    with attach(model, adapters), apply_current(model) as planned:
-        assert set(product_sites(planned)) == {f"{site}.base" for site in adapters}
-        first = outputs(planned, calls)
-    with apply_current(model) as planned, attach(planned, adapters):
-        second = outputs(planned, calls)
+    with attach_adapters(model, adapters), apply_current_scaling(model) as planned:
+        assert set(find_product_sites(planned)) == {f"{site}.base" for site in adapters}
+        first = collect_call_outputs(planned, calls)
+    with apply_current_scaling(model) as planned, attach_adapters(planned, adapters):
+        second = collect_call_outputs(planned, calls)
     assert worst(first, wanted) < 2e-3 and worst(second, wanted) < 2e-3
 
 
 def test_a_plan_before_and_a_plan_of_the_adapted_model(loud):
     model, adapters, calls, wanted = loud
     plan = plan_component(model, calls, 2, "fp32")
-    with apply_plan(model, plan) as planned, attach(planned, adapters):
-        assert plan.lines and worst(outputs(planned, calls), wanted) < 3e-3
-    with attach(model, adapters):
+    with apply_plan(model, plan) as planned, attach_adapters(planned, adapters):
+        assert plan.lines and worst(collect_call_outputs(planned, calls), wanted) < 3e-3
+    with attach_adapters(model, adapters):
         own = plan_component(model, calls, 2, "fp32")
         with apply_plan(model, own) as planned:
-            assert own.lines and worst(outputs(planned, calls), wanted) < 3e-3
-        certificate = prove(model, own, calls, 2)
+            assert own.lines and worst(collect_call_outputs(planned, calls), wanted) < 3e-3
+        certificate = prove_component_plan(model, own, calls, 2)
         assert certificate.exact_rel_l2 == 0.0 and certificate.finite and certificate.droppable_lines == 0
         assert certificate.step_rel_l2 < certificate.bf16_step_rel_l2 / 2
         assert certificate.headroom_bits_min >= 2 and certificate.half_flops_share > 0.99
@@ -366,9 +366,9 @@ def test_a_plan_before_and_a_plan_of_the_adapted_model(loud):
             apply_plan(model, plan)
         assert caught.value.code == "PLAN-NOT-A-PRODUCT"
         moved = plan.moved({site: f"{site}.base" for site in adapters})
-        assert check(model, moved, calls).holds(1)
+        assert check_component_plan(model, moved, calls).holds(1)
         with apply_plan(model, moved) as planned:
-            assert worst(outputs(planned, calls), wanted) < 3e-3
+            assert worst(collect_call_outputs(planned, calls), wanted) < 3e-3
 
 
 @pytest.mark.parametrize("family", [flux, unet], ids=lambda family: family.__name__)
@@ -379,7 +379,7 @@ def test_other_families_run_when_every_layer_is_adapted(family):
     inputs = {**{name: torch.randn(shape) for name, shape in shapes.items()}, **rest, "return_dict": False}
     adapters = adapted_sites(model)
     wanted = merged_model(model, adapters)(**inputs)[0]
-    with attach(model, adapters):
+    with attach_adapters(model, adapters):
         assert relative_l2(model(**inputs)[0], wanted) < 1e-5
 
 
@@ -387,5 +387,5 @@ def test_a_text_encoder_runs_when_every_layer_is_adapted():
     model, tokens = tiny_modules()["text_encoder"].float().requires_grad_(False), torch.arange(7)[None]
     adapters = adapted_sites(model)
     wanted = merged_model(model, adapters)(tokens).last_hidden_state
-    with attach(model, adapters):
+    with attach_adapters(model, adapters):
         assert relative_l2(model(tokens).last_hidden_state, wanted) < 1e-5

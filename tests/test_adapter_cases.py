@@ -11,10 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from finitune.adapters import Magnitude, SiteAdapter, algorithm_of
-from finitune.adapters.dora import norms
-from finitune.adapters.tlora import plain_lora
-from finitune.adapters.weight import adapted_bias, adapted_weight, combined_weight, weight_delta
+from finitune.adapters import Magnitude, SiteAdapter, find_algorithm
+from finitune.adapters.dora import compute_weight_norms
+from finitune.adapters.tlora import convert_tlora_to_lora
+from finitune.adapters.weight import (
+    combine_adapted_weight,
+    compute_adapted_bias,
+    compute_adapted_weight,
+    compute_weight_delta,
+)
 from finitune.errors import AdapterError
 from tests.adapters_made import ALPHA, RANK, ExactProducts, random_adapter, random_base
 from tests.test_algebra import CONV, LINEAR, input_for, layer_for, refusal, relative
@@ -26,7 +31,7 @@ def noise(*shape: int) -> Tensor:
 
 def of_zero(adapter: SiteAdapter, *shape: int) -> Tensor:
     """W(1) - W in fp64 on a base of zeros."""
-    return weight_delta(torch.zeros(shape, dtype=torch.float64), adapter)
+    return compute_weight_delta(torch.zeros(shape, dtype=torch.float64), adapter)
 
 
 # Scales
@@ -36,14 +41,14 @@ def of_zero(adapter: SiteAdapter, *shape: int) -> Tensor:
 @pytest.mark.parametrize("shape", [LINEAR, CONV], ids=str)
 def test_the_scale_is_alpha_over_the_rank_of_the_shapes(name: str, shape: tuple[int, ...]):
     base, adapter = random_adapter(name, shape, 0)
-    algorithm = algorithm_of(name)
+    algorithm = find_algorithm(name)
     assert algorithm.scale(adapter) == ALPHA / RANK
     assert algorithm.scale(replace(adapter, rank_stabilised=True)) == ALPHA / math.sqrt(RANK)
     plain = replace(adapter, alpha=None)
     assert algorithm.scale(plain) == 1.0
-    change = weight_delta(base.double(), plain)
-    assert relative(weight_delta(base.double(), adapter), ALPHA / RANK * change) < 1e-14
-    assert not weight_delta(base.double(), replace(adapter, alpha=0.0)).any()
+    change = compute_weight_delta(base.double(), plain)
+    assert relative(compute_weight_delta(base.double(), adapter), ALPHA / RANK * change) < 1e-14
+    assert not compute_weight_delta(base.double(), replace(adapter, alpha=0.0)).any()
 
 
 def test_lokr_of_two_full_factors_ignores_alpha():
@@ -90,11 +95,11 @@ def test_lokr_is_the_kronecker_product(
     if "w2" in tensors:
         tensors["w2"] = tensors["w2"].reshape(k, n, *kernel)
     adapter = SiteAdapter("lokr", tensors, alpha=1.7)
-    expected = algorithm_of("lokr").scale(adapter) * torch.kron(*factors)
+    expected = find_algorithm("lokr").scale(adapter) * torch.kron(*factors)
     assert torch.allclose(of_zero(adapter, j * k, m * n), expected, rtol=1e-12, atol=1e-12)
     layer = nn.Linear(m * n, j * k, bias=False)
     x = input_for(layer)
-    fast = algorithm_of("lokr").forward(adapter, x, ExactProducts(layer))
+    fast = find_algorithm("lokr").forward(adapter, x, ExactProducts(layer))
     assert fast is not None and torch.allclose(fast, x @ expected.T, rtol=1e-12, atol=1e-12)
 
 
@@ -106,8 +111,8 @@ def test_lokr_is_the_kronecker_product(
 def test_any_size_has_an_adapter(name: str, shape: tuple[int, ...]):
     """Primes and ones, too, and fewer channels than the rank."""
     base, adapter = random_adapter(name, shape, 0)
-    algorithm_of(name).check(adapter, shape)
-    assert relative(adapted_weight(base, adapter), adapted_weight(base.double(), adapter)) < 1e-6
+    find_algorithm(name).check(adapter, shape)
+    assert relative(compute_adapted_weight(base, adapter), compute_adapted_weight(base.double(), adapter)) < 1e-6
 
 
 def test_lokr_is_no_matrix_product():
@@ -175,13 +180,13 @@ def test_the_attributes_of_a_convolution_hold_for_its_adapter(attributes: dict[s
     with torch.no_grad():
         layer.weight.copy_(base)
     x, products = input_for(layer), ExactProducts(layer)
-    change = algorithm_of("lora").forward(adapter, x, products)
+    change = find_algorithm("lora").forward(adapter, x, products)
     if layer.groups > 1:
         assert change is None
-        change = products.walk(x, weight_delta(base.double(), adapter))
+        change = products.walk(x, compute_weight_delta(base.double(), adapter))
     before = layer(x)
     with torch.no_grad():
-        layer.weight.copy_(adapted_weight(base.double(), adapter))
+        layer.weight.copy_(compute_adapted_weight(base.double(), adapter))
     assert relative(before + change, layer(x)) < 1e-13
 
 
@@ -189,10 +194,10 @@ def test_the_attributes_of_a_convolution_hold_for_its_adapter(attributes: dict[s
 def test_factors_of_a_linear_serve_a_convolution_of_one_pixel_and_the_reverse(name: str):
     base, adapter = random_adapter(name, LINEAR, 0)
     pixel = {role: tensor.reshape(*tensor.shape, 1, 1) for role, tensor in adapter.tensors.items()}
-    wide = adapted_weight(base[..., None, None], adapter)
-    assert torch.equal(wide[..., 0, 0], adapted_weight(base, adapter))
+    wide = compute_adapted_weight(base[..., None, None], adapter)
+    assert torch.equal(wide[..., 0, 0], compute_adapted_weight(base, adapter))
     if name in ("lora", "glora", "full"):
-        assert torch.equal(adapted_weight(base, replace(adapter, tensors=pixel)), wide[..., 0, 0])
+        assert torch.equal(compute_adapted_weight(base, replace(adapter, tensors=pixel)), wide[..., 0, 0])
 
 
 def test_forward_takes_factors_of_a_linear_to_a_convolution_of_one_pixel_and_the_reverse():
@@ -202,7 +207,7 @@ def test_forward_takes_factors_of_a_linear_to_a_convolution_of_one_pixel_and_the
         x, products = input_for(layer), ExactProducts(layer)
         expected = products.walk(x, of_zero(adapter, *LINEAR))
         for form in (adapter, pixel):
-            change = algorithm_of("lora").forward(form, x, products)
+            change = find_algorithm("lora").forward(form, x, products)
             assert change is not None and relative(change, expected) < 1e-13
 
 
@@ -221,8 +226,8 @@ def test_the_bias_of_an_adapter_is_scaled(with_bias: bool):
         outer.bias.copy_(up_bias)
         for x in (noise(3, 6).double(), torch.zeros(1, 6).double(), noise(6).double()):
             apart = layer(x) + 0.5 * (32.0 / 2) * outer(x @ down.double().T)
-            bias = adapted_bias(layer.bias, adapter, 0.5)
-            merged = nn.functional.linear(x, adapted_weight(layer.weight, adapter, 0.5), bias)
+            bias = compute_adapted_bias(layer.bias, adapter, 0.5)
+            merged = nn.functional.linear(x, compute_adapted_weight(layer.weight, adapter, 0.5), bias)
             assert relative(merged, apart) < 1e-13
 
 
@@ -231,33 +236,33 @@ def test_a_change_of_the_bias_is_never_scaled_by_alpha():
     for name in ("lora", "loha", "lokr", "glora", "full", "set"):
         base, adapter = random_adapter(name, LINEAR, 0)
         adapter = adapter.with_tensors(diff_b=diff_b)
-        assert torch.equal(adapted_bias(bias, adapter, 0.5), bias + 0.5 * diff_b)
-        assert adapted_bias(bias, adapter, 0.0) is bias
-        assert adapted_weight(base, adapter).shape == base.shape
+        assert torch.equal(compute_adapted_bias(bias, adapter, 0.5), bias + 0.5 * diff_b)
+        assert compute_adapted_bias(bias, adapter, 0.0) is bias
+        assert compute_adapted_weight(base, adapter).shape == base.shape
     both = SiteAdapter(
         "lora", {"down": noise(2, 6), "up": noise(16, 2), "up_bias": diff_b, "diff_b": diff_b}, alpha=3.0
     )
-    assert relative(adapted_bias(bias, both), bias + 2.5 * diff_b) < 1e-6
+    assert relative(compute_adapted_bias(bias, both), bias + 2.5 * diff_b) < 1e-6
 
 
 def test_a_norm_changes_gain_and_bias():
     base, adapter = random_adapter("norm", (16,), 0, options={"bias": True})
     bias = noise(16)
     gain, shift = adapter.tensors["w_norm"], adapter.tensors["b_norm"]
-    assert torch.equal(adapted_weight(base, adapter, 0.5), base + 0.5 * gain)
-    assert torch.equal(adapted_bias(bias, adapter, 0.5), bias + 0.5 * shift)
-    assert torch.equal(adapted_bias(bias, adapter.with_tensors(diff_b=bias)), bias + (shift + bias))
+    assert torch.equal(compute_adapted_weight(base, adapter, 0.5), base + 0.5 * gain)
+    assert torch.equal(compute_adapted_bias(bias, adapter, 0.5), bias + 0.5 * shift)
+    assert torch.equal(compute_adapted_bias(bias, adapter.with_tensors(diff_b=bias)), bias + (shift + bias))
     only_gain = replace(adapter, tensors={"w_norm": gain})
-    assert adapted_bias(bias, only_gain) is bias
+    assert compute_adapted_bias(bias, only_gain) is bias
     assert refusal(base, adapter.with_tensors(b_norm=noise(15))) == "ADAPTER-SHAPES"
 
 
 def test_a_bias_alone_is_an_adapter_and_nothing_is_none():
     base, bias = noise(16, 24), noise(16)
     alone = SiteAdapter("full", {"diff_b": bias})
-    assert torch.equal(adapted_weight(base, alone), base)
-    assert torch.equal(adapted_bias(bias, alone), 2 * bias)
-    assert torch.equal(adapted_bias(None, alone), bias)
+    assert torch.equal(compute_adapted_weight(base, alone), base)
+    assert torch.equal(compute_adapted_bias(bias, alone), 2 * bias)
+    assert torch.equal(compute_adapted_bias(None, alone), bias)
     assert refusal(base, SiteAdapter("full", {})) == "ADAPTER-ROLES"
     assert refusal(base, SiteAdapter("lora", {"down": noise(2, 24), "up": noise(16, 2), "up_bias": noise(15)})) == (
         "ADAPTER-SHAPES"
@@ -279,29 +284,29 @@ def padded(base: Tensor) -> Tensor:
 
 def test_a_control_adapter_widens_the_inputs():
     base = random_base(LINEAR, 0)
-    wide = adapted_weight(base, wider({"reshape": True}), 0.5)
-    assert torch.equal(wide, adapted_weight(padded(base), wider(), 0.5))
-    assert torch.equal(adapted_weight(base, wider({"reshape": True}), 0.0), base)
+    wide = compute_adapted_weight(base, wider({"reshape": True}), 0.5)
+    assert torch.equal(wide, compute_adapted_weight(padded(base), wider(), 0.5))
+    assert torch.equal(compute_adapted_weight(base, wider({"reshape": True}), 0.0), base)
     weight = noise(16, 32)
     replaced = SiteAdapter("set", {"weight": weight}, options={"reshape": True})
-    assert relative(adapted_weight(base, replaced), weight) < 1e-6
+    assert relative(compute_adapted_weight(base, replaced), weight) < 1e-6
     dora = replace(wider({"reshape": True}), magnitude=Magnitude(torch.ones(16)))
-    assert relative(norms(adapted_weight(base, dora), "out"), torch.ones(16, 1)) < 1e-6
+    assert relative(compute_weight_norms(compute_adapted_weight(base, dora), "out"), torch.ones(16, 1)) < 1e-6
 
 
 def test_other_adapters_beside_one_that_widens_change_the_first_inputs():
     base, plain = random_adapter("lora", LINEAR, 1)
     pairs = [(plain, 0.7), (wider({"reshape": True}), 1.0)]
-    expected = adapted_weight(padded(base), wider())
-    expected[:, :24] += 0.7 * weight_delta(base, plain)
+    expected = compute_adapted_weight(padded(base), wider())
+    expected[:, :24] += 0.7 * compute_weight_delta(base, plain)
     for order in (pairs, pairs[::-1]):
-        assert relative(combined_weight(base, order), expected) < 1e-6
+        assert relative(combine_adapted_weight(base, order), expected) < 1e-6
 
 
 def test_a_kernel_keeps_its_size_when_inputs_widen():
     base, adapter = random_base((16, 4, 3, 3), 0), random_adapter("lora", CONV, 0)[1]
-    wide = adapted_weight(base, replace(adapter, options={"reshape": True}))
-    assert torch.equal(wide, adapted_weight(torch.cat([base, torch.zeros_like(base)], dim=1), adapter))
+    wide = compute_adapted_weight(base, replace(adapter, options={"reshape": True}))
+    assert torch.equal(wide, compute_adapted_weight(torch.cat([base, torch.zeros_like(base)], dim=1), adapter))
 
 
 @pytest.mark.parametrize("shape", [(16, 40), (12, 24)], ids=str)
@@ -316,8 +321,8 @@ def test_widening_is_asked_for_and_goes_one_way(shape: tuple[int, int]):
 
 def test_set_replaces_the_weight():
     base, adapter = random_adapter("set", LINEAR, 0)
-    assert relative(adapted_weight(base, adapter), adapter.tensors["weight"]) < 1e-6
-    half = adapted_weight(base, adapter, 0.5)
+    assert relative(compute_adapted_weight(base, adapter), adapter.tensors["weight"]) < 1e-6
+    half = compute_adapted_weight(base, adapter, 0.5)
     assert relative(half, (base + adapter.tensors["weight"]) / 2) < 1e-6
 
 
@@ -334,5 +339,5 @@ def test_set_replaces_the_weight():
 def test_a_t_lora_that_cannot_be_read_is_refused(base: tuple[int, ...], change: dict[str, tuple[int, ...]]):
     shapes = {"q_layer": (2, 24), "p_layer": (16, 2), "lambda_layer": (1, 2), **change}
     with pytest.raises(AdapterError) as caught:
-        plain_lora({role: noise(*shape) for role, shape in shapes.items()}, 2.0, noise(*base))
+        convert_tlora_to_lora({role: noise(*shape) for role, shape in shapes.items()}, 2.0, noise(*base))
     assert caught.value.code == "ADAPTER-TLORA" and caught.value.remedy

@@ -12,13 +12,20 @@ import torch
 from finitune.adapters import AdapterSet, SiteAdapter
 from finitune.errors import AdapterError, FileError
 from finitune.files.tensorfile import TensorFile
-from finitune.files.writer import workshop_of
-from finitune.journeys import resize
-from finitune.merging.adapterfile import Expected, Form, open_adapter, put_adapter, put_written, settled
-from finitune.namings.core import Answers
+from finitune.files.writer import get_scratch_folder
+from finitune.merging.adapterfile import (
+    ExpectedAdapter,
+    OutputFormat,
+    open_adapter,
+    put_adapter,
+    put_written_adapter,
+    resolve_unknown_scale,
+)
+from finitune.namings.core import AmbiguityOptions
 from finitune.namings.metadata import Receipt
 from finitune.namings.write import write_adapter
 from finitune.report import Level, Report
+from finitune.verbs import resize
 from tests.adapter_files import lora, noise
 from tests.case_files import saved
 from tests.test_convert import ANIMA, Q
@@ -33,7 +40,7 @@ def adapter(**embeddings: torch.Tensor) -> AdapterSet:
 
 def put(path: Path, spelling: str, one: AdapterSet) -> Report:
     report = Report("test")
-    put_adapter(path, one, ANIMA, Form(spelling), Receipt("test"), report)
+    put_adapter(path, one, ANIMA, OutputFormat(spelling), Receipt("test"), report)
     return report
 
 
@@ -63,7 +70,7 @@ def test_nothing_is_left_of_what_does_not_read_back(tmp_path: Path, spelling: st
     other = AdapterSet({Q: replace(one[Q], alpha=6.0)})
     written = write_adapter(one, ANIMA, spelling)
     with pytest.raises(FileError) as caught:
-        put_written(tmp_path / "new" / "a", written, Expected(other, ANIMA), Report("test"))
+        put_written_adapter(tmp_path / "new" / "a", written, ExpectedAdapter(other, ANIMA), Report("test"))
     assert caught.value.code == "FILE-READ-BACK" and caught.value.evidence["error"] == pytest.approx(0.5)
     assert list(tmp_path.iterdir()) == []
 
@@ -89,7 +96,7 @@ def test_tokens_come_along_when_a_file_is_resized(tmp_path: Path):
 def test_a_reading_is_settled_only_where_its_scale_is_open(tmp_path: Path):
     put(tmp_path / "a.safetensors", "kohya", adapter())
     reading = open_adapter(tmp_path / "a.safetensors", Report("test")).reading
-    assert settled(reading, 7.0) is reading and settled(reading, None) is reading
+    assert resolve_unknown_scale(reading, 7.0) is reading and resolve_unknown_scale(reading, None) is reading
 
 
 def test_what_is_stated_stays_beside_what_is_not(tmp_path: Path):
@@ -101,7 +108,7 @@ def test_what_is_stated_stays_beside_what_is_not(tmp_path: Path):
     report = Report("test")
     with pytest.raises(AdapterError, match="cannot be used"):
         open_adapter(path, report)
-    found = open_adapter(path, Report("test"), answers=Answers(scale=0.5)).reading
+    found = open_adapter(path, Report("test"), answers=AmbiguityOptions(scale=0.5)).reading
     assert (found.adapter[one].alpha, found.adapter[other].alpha) == (5.0, 1.0)
     assert [f.level for f in report.findings if f.code == "ADAPTER-SCALE-UNKNOWN"] == [Level.ERROR]
 
@@ -109,8 +116,8 @@ def test_what_is_stated_stays_beside_what_is_not(tmp_path: Path):
 def test_what_a_killed_run_left_is_named_and_removed(tmp_path: Path):
     left = tmp_path / ".partial-0123abcd-x.safetensors"
     left.write_bytes(b"half")
-    workshop_of(left).mkdir()
-    (workshop_of(left) / "x.safetensors").write_bytes(b"more")
+    get_scratch_folder(left).mkdir()
+    (get_scratch_folder(left) / "x.safetensors").write_bytes(b"more")
     others = tmp_path / ".partial-0123abcd-y.safetensors"
     others.write_bytes(b"another file's")
     report = put(tmp_path / "x.safetensors", "kohya", adapter())

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from finitune.adapters import ALGORITHMS, Magnitude, SiteAdapter, algorithm_of
-from finitune.adapters.core import Side
-from finitune.adapters.dora import norms
-from finitune.adapters.weight import adapted_weight, combined_weight, weight_delta
+from finitune.adapters import ADAPTER_ALGORITHMS, Magnitude, SiteAdapter, find_algorithm
+from finitune.adapters.core import MagnitudeSide
+from finitune.adapters.dora import compute_weight_norms
+from finitune.adapters.weight import combine_adapted_weight, compute_adapted_weight, compute_weight_delta
 from finitune.errors import AdapterError
 from tests.adapters_made import ExactProducts, Options, fresh_adapter, random_adapter, random_base
 
@@ -39,7 +39,7 @@ class Case:
     name: str
     shape: tuple[int, ...]
     options: Options = field(default_factory=dict)
-    side: Side | None = None
+    side: MagnitudeSide | None = None
 
     def __str__(self) -> str:
         where = {LINEAR: "linear", CONV: "conv", NORM: "norm"}[self.shape]
@@ -51,7 +51,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    for algorithm in ALGORITHMS:
+    for algorithm in ADAPTER_ALGORITHMS:
         for shape in [NORM] if algorithm.name == "norm" else [LINEAR, CONV]:
             for options in OPTIONS.get(algorithm.name, ({},)):
                 if shape == LINEAR and "use_tucker" in options:
@@ -78,7 +78,7 @@ def test_a_new_adapter_changes_nothing(case: Case):
     base = random_base(case.shape, seed=1)
     adapter = fresh_adapter(case.name, base, seed=2, magnitude=case.side, options=case.options)
     for strength in (1.0, 0.6, -1.0):
-        assert torch.equal(adapted_weight(base, adapter, strength), base)
+        assert torch.equal(compute_adapted_weight(base, adapter, strength), base)
 
 
 @every_plain_case
@@ -93,37 +93,37 @@ def test_a_new_adapter_is_the_same_every_time(case: Case):
 @every_case
 def test_strength_zero_is_the_base_to_the_bit(case: Case):
     base, adapter = case.made()
-    assert torch.equal(adapted_weight(base, adapter, 0.0), base)
+    assert torch.equal(compute_adapted_weight(base, adapter, 0.0), base)
 
 
 @every_case
 def test_strength_one_is_the_trained_weight_and_strength_is_linear(case: Case):
     base, adapter = case.made()
     base = base.double()
-    trained = base + weight_delta(base, adapter)
-    assert relative(adapted_weight(base, adapter), trained) < 1e-14
+    trained = base + compute_weight_delta(base, adapter)
+    assert relative(compute_adapted_weight(base, adapter), trained) < 1e-14
     assert relative(trained, base) > 0.02
     for strength in (-1.0, 0.3, 2.5):
         line = base + strength * (trained - base)
-        assert relative(adapted_weight(base, adapter, strength), line) < 1e-13
+        assert relative(compute_adapted_weight(base, adapter, strength), line) < 1e-13
 
 
 @every_plain_case
 def test_additive_means_that_the_base_does_not_matter(case: Case):
     base, adapter = case.made()
-    one, other = (algorithm_of(case.name).delta(adapter, b.double()) for b in (base, random_base(case.shape, seed=9)))
-    assert torch.equal(one, other) == algorithm_of(case.name).additive
+    one, other = (find_algorithm(case.name).delta(adapter, b.double()) for b in (base, random_base(case.shape, seed=9)))
+    assert torch.equal(one, other) == find_algorithm(case.name).additive
 
 
 @every_case
 def test_single_precision_is_close_to_double(case: Case):
     for seed in range(3):
         base, adapter = case.made(seed)
-        single, double = adapted_weight(base, adapter), adapted_weight(base.double(), adapter)
+        single, double = compute_adapted_weight(base, adapter), compute_adapted_weight(base.double(), adapter)
         assert single.dtype == torch.float32 and double.dtype == torch.float64
         assert relative(single, double) <= 1e-6
-        delta = weight_delta(base.double(), adapter)
-        assert relative(weight_delta(base, adapter), delta) <= (1e-5 if case.side else 1e-6)
+        delta = compute_weight_delta(base.double(), adapter)
+        assert relative(compute_weight_delta(base, adapter), delta) <= (1e-5 if case.side else 1e-6)
 
 
 @every_plain_case
@@ -132,7 +132,7 @@ def test_half_tensors_are_read_before_they_are_multiplied(case: Case):
     base, adapter = case.made()
     half = adapter.with_tensors(**{r: t.half() for r, t in adapter.tensors.items() if t.is_floating_point()})
     single = half.with_tensors(**{r: t.float() for r, t in half.tensors.items() if t.is_floating_point()})
-    assert torch.equal(adapted_weight(base, half), adapted_weight(base, single))
+    assert torch.equal(compute_adapted_weight(base, half), compute_adapted_weight(base, single))
 
 
 def layer_for(shape: tuple[int, ...], **attributes: object) -> nn.Linear | nn.Conv2d:
@@ -154,11 +154,11 @@ def test_forward_is_the_merged_weight(case: Case, dtype: torch.dtype, bar: float
     base, adapter = case.made()
     layer = layer_for(case.shape, padding=1) if len(case.shape) > 2 else layer_for(case.shape)
     x, products = input_for(layer, dtype), ExactProducts(layer)
-    fast = algorithm_of(case.name).forward(adapter, x, products)
+    fast = find_algorithm(case.name).forward(adapter, x, products)
     if fast is None:
         assert (case.name, len(case.shape)) not in CHEAP
         pytest.skip("no cheaper way than the merged weight")
-    assert relative(fast, products.walk(x, weight_delta(base.to(dtype), adapter))) <= bar
+    assert relative(fast, products.walk(x, compute_weight_delta(base.to(dtype), adapter))) <= bar
 
 
 @every_case
@@ -174,7 +174,7 @@ def test_gradients_are_those_of_differences(case: Case):
         changed = adapter.with_tensors(**dict(zip(roles, tensors, strict=False)))
         if adapter.magnitude is not None:
             changed = replace(changed, magnitude=replace(adapter.magnitude, tensor=tensors[-1]))
-        return weight_delta(base, changed)
+        return compute_weight_delta(base, changed)
 
     assert torch.autograd.gradcheck(delta, inputs, fast_mode=True, atol=1e-6)
 
@@ -182,7 +182,7 @@ def test_gradients_are_those_of_differences(case: Case):
 @every_plain_case
 def test_the_tensors_imply_the_weight_they_were_made_for(case: Case):
     _, adapter = case.made()
-    algorithm = algorithm_of(case.name)
+    algorithm = find_algorithm(case.name)
     algorithm.check(adapter, case.shape)
     implied = algorithm.shape(adapter)
     assert implied is None or algorithm.fits(adapter, implied, case.shape)
@@ -194,7 +194,7 @@ def test_the_tensors_imply_the_weight_they_were_made_for(case: Case):
 @every_plain_case
 def test_missing_and_surplus_roles_are_refused(case: Case):
     base, adapter = case.made()
-    algorithm = algorithm_of(case.name)
+    algorithm = find_algorithm(case.name)
     for role in algorithm.required:
         rest = {r: t for r, t in adapter.tensors.items() if r != role}
         assert refusal(base, replace(adapter, tensors=rest)) == "ADAPTER-ROLES"
@@ -216,23 +216,23 @@ def test_wrong_shapes_are_refused(case: Case):
 def refusal(base: Tensor, adapter: SiteAdapter) -> str:
     """The code of the error that an adapter on a base meets."""
     with pytest.raises(AdapterError) as caught:
-        adapted_weight(base, adapter)
+        compute_adapted_weight(base, adapter)
     assert caught.value.remedy and caught.value.evidence
     return caught.value.code
 
 
 def test_every_name_is_known_once():
-    names = [algorithm.name for algorithm in ALGORITHMS]
-    assert len(set(names)) == len(names) and all(algorithm_of(name).name == name for name in names)
+    names = [algorithm.name for algorithm in ADAPTER_ALGORITHMS]
+    assert len(set(names)) == len(names) and all(find_algorithm(name).name == name for name in names)
     with pytest.raises(AdapterError, match="Did you mean 'lora'"):
-        algorithm_of("lorra")
+        find_algorithm("lorra")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.side], ids=str)
 def test_dora_gives_the_weight_its_magnitudes(case: Case):
     base, adapter = case.made()
     assert adapter.magnitude is not None
-    trained = norms(adapted_weight(base.double(), adapter), adapter.magnitude.side)
+    trained = compute_weight_norms(compute_adapted_weight(base.double(), adapter), adapter.magnitude.side)
     assert relative(trained, adapter.magnitude.tensor) < 1e-12
     short = replace(adapter.magnitude, tensor=adapter.magnitude.tensor.flatten()[1:])
     assert refusal(base, replace(adapter, magnitude=short)) == "ADAPTER-DORA"
@@ -246,18 +246,18 @@ def test_an_empty_row_stays_and_its_gradients_are_numbers(norm_of: Literal["adap
     up = adapter.tensors["up"].clone()
     up[3] = 0
     up.requires_grad_()
-    magnitude = Magnitude(norms(base, "out").requires_grad_(), norm_of=norm_of)
-    weight = adapted_weight(base, replace(adapter.with_tensors(up=up), magnitude=magnitude))
+    magnitude = Magnitude(compute_weight_norms(base, "out").requires_grad_(), norm_of=norm_of)
+    weight = compute_adapted_weight(base, replace(adapter.with_tensors(up=up), magnitude=magnitude))
     assert not weight[3].any() and weight.isfinite().all()
     weight.square().sum().backward()
     assert up.grad is not None and up.grad.isfinite().all()
     assert magnitude.tensor.grad is not None and magnitude.tensor.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("name", [algorithm.name for algorithm in ALGORITHMS if not algorithm.additive])
+@pytest.mark.parametrize("name", [algorithm.name for algorithm in ADAPTER_ALGORITHMS if not algorithm.additive])
 def test_dora_over_what_is_not_additive_is_refused(name: str):
     base, adapter = random_adapter(name, LINEAR, 0)
-    assert refusal(base, replace(adapter, magnitude=Magnitude(norms(base, "out")))) == "ADAPTER-DORA"
+    assert refusal(base, replace(adapter, magnitude=Magnitude(compute_weight_norms(base, "out")))) == "ADAPTER-DORA"
 
 
 def test_strengths_of_several_adapters_add_their_changes():
@@ -269,9 +269,9 @@ def test_strengths_of_several_adapters_add_their_changes():
         strengths = [round(float(s), 2) for s in torch.randn(len(adapters), generator=generator)]
         strengths[0] = 0.0
         pairs = list(zip(adapters, strengths, strict=True))
-        expected = base + sum(m * (adapted_weight(base, a) - base) for a, m in pairs)
-        assert relative(combined_weight(base, pairs), expected) < 1e-13
-        assert relative(combined_weight(base, pairs[::-1]), expected) < 1e-13
+        expected = base + sum(m * (compute_adapted_weight(base, a) - base) for a, m in pairs)
+        assert relative(combine_adapted_weight(base, pairs), expected) < 1e-13
+        assert relative(combine_adapted_weight(base, pairs[::-1]), expected) < 1e-13
 
 
 def test_factors_are_not_added():
@@ -281,8 +281,8 @@ def test_factors_are_not_added():
         for up, down in ((0.6, 0.6), (1.1, 0.2))
     ]
     base = torch.zeros(1, 1, dtype=torch.float64)
-    assert float(combined_weight(base, [(one, 1.0) for one in ones])) == pytest.approx(0.58)
-    assert float(combined_weight(base, list(zip(ones, (0.7, 0.4), strict=True)))) == pytest.approx(
+    assert float(combine_adapted_weight(base, [(one, 1.0) for one in ones])) == pytest.approx(0.58)
+    assert float(combine_adapted_weight(base, list(zip(ones, (0.7, 0.4), strict=True)))) == pytest.approx(
         0.7 * 0.36 + 0.4 * 0.22
     )
-    assert float(combined_weight(base, list(zip(ones, (1.0, -0.5), strict=True)))) == pytest.approx(0.36 - 0.11)
+    assert float(combine_adapted_weight(base, list(zip(ones, (1.0, -0.5), strict=True)))) == pytest.approx(0.36 - 0.11)

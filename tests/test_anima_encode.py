@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finitune.generation.draw import draw, recorded
-from finitune.generation.precisions import in_precision
-from finitune.generation.settings import Settings
+from finitune.generation.draw import draw_picture_batch, record_component_calls
+from finitune.generation.precisions import open_in_precision
+from finitune.generation.settings import PictureSettings
 from finitune.models.anima.encode import AnimaDenoiser, AnimaEncoders, TextLevel
 from finitune.models.anima.load import AnimaParts, load_folder
-from finitune.models.pico import folder
+from finitune.models.pico import get_pico_folder
 
 PROMPTS = ("red apple", "", "a picture of smiling cat face with heart-shaped eyes")
 
 
 @pytest.fixture(scope="module")
 def parts() -> AnimaParts:
-    parts = load_folder(folder())
+    parts = load_folder(get_pico_folder())
     for name in ("text_encoder", "text_conditioner", "transformer", "vae"):
         getattr(parts, name).float()
     return parts
@@ -25,9 +25,9 @@ def parts() -> AnimaParts:
 
 @pytest.mark.parametrize("level", ["context", "states", "tokens"])
 def test_a_call_is_the_pipelines_own(parts: AnimaParts, level: TextLevel):
-    settings = [Settings(prompt=prompt, steps=2, cfg=1.0, width=64, height=64) for prompt in PROMPTS[:1]]
-    with in_precision(parts, "fp32") as running, recorded(running) as recording:
-        draw(running, settings)
+    settings = [PictureSettings(prompt=prompt, steps=2, cfg=1.0, width=64, height=64) for prompt in PROMPTS[:1]]
+    with open_in_precision(parts, "fp32") as running, record_component_calls(running) as recording:
+        draw_picture_batch(running, settings)
     call, answer = recording.calls["transformer"][0], recording.outputs["transformer"][0]
     encoders = AnimaEncoders.of(parts, level)
     told = encoders.collate(list(encoders.texts([PROMPTS[0]])))
@@ -52,8 +52,8 @@ def test_a_batch_of_captions_is_each_alone(parts: AnimaParts, level: TextLevel):
 
 
 def test_latents_decode_to_the_picture(parts: AnimaParts):
-    with in_precision(parts, "fp32") as running:
-        drawing = draw(running, [Settings(prompt="red apple", steps=8, width=64, height=64)])
+    with open_in_precision(parts, "fp32") as running:
+        drawing = draw_picture_batch(running, [PictureSettings(prompt="red apple", steps=8, width=64, height=64)])
     latents = AnimaEncoders.of(parts, "context").latents(drawing.pixels)
     assert latents.shape == drawing.latents.shape
     assert latents.mean().abs() < 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finitune.models.anima.assemble import build
-from finitune.models.anima.headers import CONFIGS, PUBLISHED, ratio
+from finitune.models.anima.components import build_anima_component
+from finitune.models.anima.configs import CONFIG_READER_BY_COMPONENT, PUBLISHED_ANIMA_SETTINGS, compute_exact_ratio
 
 
 def published_shapes(num_blocks: int) -> dict[str, dict[str, tuple[int, ...]]]:
@@ -31,8 +31,8 @@ def published_shapes(num_blocks: int) -> dict[str, dict[str, tuple[int, ...]]]:
 @pytest.mark.parametrize("num_blocks", [1, 28, 40, 52])
 def test_sizes_are_read_off_the_header(num_blocks):
     shapes = published_shapes(num_blocks)
-    config = CONFIGS["transformer"](shapes["transformer"], PUBLISHED["transformer"])
-    told = {key: value for key, value in config.items() if key not in PUBLISHED["transformer"]}
+    config = CONFIG_READER_BY_COMPONENT["transformer"](shapes["transformer"], PUBLISHED_ANIMA_SETTINGS["transformer"])
+    told = {key: value for key, value in config.items() if key not in PUBLISHED_ANIMA_SETTINGS["transformer"]}
     assert told == {
         "in_channels": 16,
         "out_channels": 16,
@@ -43,7 +43,9 @@ def test_sizes_are_read_off_the_header(num_blocks):
         "text_embed_dim": 8,
         "adaln_lora_dim": 4,
     }
-    config = CONFIGS["text_conditioner"](shapes["text_conditioner"], PUBLISHED["text_conditioner"])
+    config = CONFIG_READER_BY_COMPONENT["text_conditioner"](
+        shapes["text_conditioner"], PUBLISHED_ANIMA_SETTINGS["text_conditioner"]
+    )
     assert (config["source_dim"], config["target_dim"], config["model_dim"]) == (16, 8, 8)
     assert (config["num_layers"], config["num_attention_heads"], config["mlp_ratio"]) == (6, 2, 4.0)
     assert (config["target_vocab_size"], config["min_sequence_length"]) == (50, 512)
@@ -76,7 +78,10 @@ def table_of_shapes(num_blocks: int) -> dict[str, dict[str, tuple[int, ...]]]:
 @pytest.mark.parametrize(("num_blocks", "parameters"), [(28, 2_091_068_928), (40, 2_921_547_264)])
 def test_the_published_sizes_make_the_published_models(num_blocks, parameters):
     shapes = table_of_shapes(num_blocks)
-    modules = [build(name, CONFIGS[name](shapes[name], PUBLISHED[name])) for name in shapes]
+    modules = [
+        build_anima_component(name, CONFIG_READER_BY_COMPONENT[name](shapes[name], PUBLISHED_ANIMA_SETTINGS[name]))
+        for name in shapes
+    ]
     assert sum(p.numel() for module in modules for p in module.parameters()) == parameters
     assert all(p.is_meta for module in modules for p in module.parameters())
 
@@ -97,8 +102,10 @@ def test_any_vae_is_read_off_its_header(temporal, num_res_blocks):
     with torch.device("meta"):
         vae = AutoencoderKLQwenImage(**settings)
     shapes = {name: tuple(tensor.shape) for name, tensor in vae.state_dict().items()}
-    assert CONFIGS["vae"](shapes, {}) == settings
+    assert CONFIG_READER_BY_COMPONENT["vae"](shapes, {}) == settings
 
 
 def test_a_ratio_gives_its_width_back():
-    assert all(int(whole * ratio(part, whole)) == part for whole in range(1, 130) for part in range(1, 400, 7))
+    assert all(
+        int(whole * compute_exact_ratio(part, whole)) == part for whole in range(1, 130) for part in range(1, 400, 7)
+    )

@@ -10,22 +10,22 @@ import torch
 
 from finitune.errors import ModelError, NumericsError
 from finitune.files.tensorfile import TensorFile
-from finitune.models import MODELS
-from finitune.models.anima.headers import PUBLISHED
+from finitune.models import MODEL_FAMILIES
+from finitune.models.anima.configs import PUBLISHED_ANIMA_SETTINGS
 from finitune.models.anima.load import (
-    MODULES,
+    ANIMA_MODULES,
     AnimaParts,
+    build_anima_pipeline,
+    extract_pipeline_parts,
     load_folder,
     load_three_files,
-    parts_of,
-    pipeline,
     save_three_files,
 )
 from tests.tiny_anima import refused, rewrite, three_files, tiny_modules, two_layouts  # noqa: F401 - fixtures
 
 
 def states(parts: AnimaParts) -> dict[str, torch.Tensor]:
-    return {f"{m}.{name}": tensor for m in MODULES for name, tensor in getattr(parts, m).state_dict().items()}
+    return {f"{m}.{name}": tensor for m in ANIMA_MODULES for name, tensor in getattr(parts, m).state_dict().items()}
 
 
 def assert_same_bits(a: AnimaParts, b: AnimaParts) -> None:
@@ -41,7 +41,7 @@ def test_both_layouts_hold_the_same_model(layouts, files):
     assert_same_bits(a, b)
     assert a.fingerprint == b.fingerprint and len(a.fingerprint) == 64
     assert a.notes == b.notes == []
-    for module in MODULES:
+    for module in ANIMA_MODULES:
         first, second = getattr(a, module).config, getattr(b, module).config
         first, second = (c if isinstance(c, dict) else c.to_dict() for c in (first, second))
         ignored = {
@@ -65,7 +65,7 @@ def test_loading_is_what_the_libraries_load(layouts):
 
     parts = load_folder(layouts[0])
     classes = (CosmosTransformer3DModel, AnimaTextConditioner, Qwen3Model, AutoencoderKLQwenImage)
-    for name, cls in zip(MODULES, classes, strict=True):
+    for name, cls in zip(ANIMA_MODULES, classes, strict=True):
         reference = cls.from_pretrained(layouts[0] / name, torch_dtype=torch.bfloat16)
         ours = getattr(parts, name)
         assert all(torch.equal(tensor, ours.state_dict()[key]) for key, tensor in reference.state_dict().items())
@@ -90,7 +90,7 @@ def test_each_layout_draws_a_picture(layouts, files):
         load_folder(layouts[0], lambda _: torch.float32),
         load_three_files(**files, dtype_of=lambda _: torch.float32),
     ):
-        drawn = pipeline(parts)(
+        drawn = build_anima_pipeline(parts)(
             prompt="a red apple",
             height=32,
             width=48,
@@ -101,7 +101,7 @@ def test_each_layout_draws_a_picture(layouts, files):
         assert drawn[0].size == (48, 32)
         pictures.append(drawn[0].tobytes())
     assert pictures[0] == pictures[1]
-    assert pipeline(parts).guider.guidance_scale == 4.0
+    assert build_anima_pipeline(parts).guider.guidance_scale == 4.0
 
 
 def test_dtypes_are_chosen_by_component_and_name(layouts):
@@ -155,19 +155,19 @@ def test_without_metadata_the_published_settings_hold(files):
     assert parts.text_conditioner.config.min_sequence_length == 512
     assert tuple(parts.transformer.config.rope_scale) == (1.0, 4.0, 4.0)
     assert parts.text_encoder.config.rope_parameters["rope_theta"] == 1e6
-    assert parts.vae.config.latents_std == PUBLISHED["vae"]["latents_std"]
+    assert parts.vae.config.latents_std == PUBLISHED_ANIMA_SETTINGS["vae"]["latents_std"]
     assert parts.scheduler.config.shift == 3.0
     assert [note.code for note in parts.notes] == ["MODEL-PUBLISHED-SETTINGS"] * 4
 
 
 def test_a_pipeline_has_the_parts_it_was_made_of(layouts):
     parts = load_folder(layouts[0])
-    again = parts_of(pipeline(parts))
+    again = extract_pipeline_parts(build_anima_pipeline(parts))
     assert again.fingerprint == parts.fingerprint
     assert again.vae is parts.vae and again.t5_tokenizer is parts.t5_tokenizer
-    pipe = pipeline(parts)
+    pipe = build_anima_pipeline(parts)
     pipe.update_components(text_encoder=None)
-    assert refused(ModelError, parts_of, pipe).evidence == {"missing": ["text_encoder"]}
+    assert refused(ModelError, extract_pipeline_parts, pipe).evidence == {"missing": ["text_encoder"]}
 
 
 def test_saving_writes_all_or_nothing(layouts, tmp_path):
@@ -189,7 +189,7 @@ def test_saved_files_carry_the_original_names(layouts):
 
 
 def test_the_family_is_listed_with_its_invariants(layouts):
-    anima = next(model for model in MODELS if model.name == "anima")
+    anima = next(model for model in MODEL_FAMILIES if model.name == "anima")
     assert anima.name == "anima"
     parts = load_folder(layouts[0])
     assert all(getattr(parts, component) is not None for component in anima.components)

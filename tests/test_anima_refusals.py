@@ -10,7 +10,7 @@ import torch
 
 from finitune.errors import FileError, ModelError, NumericsError
 from finitune.files.tensorfile import TensorFile
-from finitune.models.anima.load import MODULES, load_folder, load_three_files
+from finitune.models.anima.load import ANIMA_MODULES, load_folder, load_three_files
 from tests.tiny_anima import a_folder, refused, rewrite, three_files, two_layouts  # noqa: F401 - fixtures
 
 
@@ -132,7 +132,7 @@ def test_strange_metadata_is_refused(files, text):
     assert refused(FileError, load_three_files, **files).code == "FILE-METADATA"
 
 
-@pytest.mark.parametrize("name", [*MODULES, "tokenizer", "t5_tokenizer", "scheduler"])
+@pytest.mark.parametrize("name", [*ANIMA_MODULES, "tokenizer", "t5_tokenizer", "scheduler"])
 def test_a_folder_needs_every_subfolder(folder, name):
     shutil.rmtree(folder / name)
     error = refused(FileError, load_folder, folder)

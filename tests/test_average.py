@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.training.average import Average
+from finitune.training.ema import Ema
 
 
 @settings(deadline=None, max_examples=30)
@@ -16,7 +16,7 @@ def test_it_is_the_weighted_mean_of_all_steps(decay: float, count: int, seed: in
     draw = torch.Generator().manual_seed(seed)
     steps = torch.randn(count, 3, generator=draw)
     parameter = torch.nn.Parameter(torch.zeros(3))
-    average = Average([("a", parameter)], decay)
+    average = Ema([("a", parameter)], decay)
     for step in steps:
         parameter.data.copy_(step)
         average.update()
@@ -27,7 +27,7 @@ def test_it_is_the_weighted_mean_of_all_steps(decay: float, count: int, seed: in
 
 def test_the_first_average_is_the_first_step():
     parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
-    average = Average([("a", parameter)], 0.5)
+    average = Ema([("a", parameter)], 0.5)
     assert torch.equal(average.values()["a"], parameter)
     average.update()
     assert torch.equal(average.values()["a"], parameter)
@@ -35,7 +35,7 @@ def test_the_first_average_is_the_first_step():
 
 def test_swapping_gives_back_the_same_bits_even_on_an_error():
     parameter = torch.nn.Parameter(torch.tensor([0.1]))
-    average = Average([("a", parameter)], 0.9)
+    average = Ema([("a", parameter)], 0.9)
     average.update()
     parameter.data.fill_(0.3)
     average.update()
@@ -49,7 +49,7 @@ def test_swapping_gives_back_the_same_bits_even_on_an_error():
 
 def test_a_state_goes_on_to_the_same_bits():
     parameter = torch.nn.Parameter(torch.randn(4, generator=torch.Generator().manual_seed(0)))
-    one, two = Average([("a", parameter)], 0.9), Average([("a", parameter)], 0.9)
+    one, two = Ema([("a", parameter)], 0.9), Ema([("a", parameter)], 0.9)
     for _ in range(3):
         one.update()
     two.load_state_dict(one.state_dict())

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 
-from finitune.models.anima.attention import scale_attention
+from finitune.models.anima.attention import apply_attention_function
 from finitune.numerics import simulate
 from finitune.numerics.attention import half_attention
 from finitune.numerics.compare import relative_l2
-from finitune.precision.apply import apply_current
+from finitune.precision.apply import apply_current_scaling
 from tests.tiny import cosmos, cosmos_calls
 
 
@@ -38,7 +38,7 @@ def test_gradients_are_at_least_four_times_closer_to_fp64_than_those_of_bf16(exp
     wanted = gradients(copy.deepcopy(model).double(), torch.float64)
     with simulate.half():
         bf16 = gradients(copy.deepcopy(model).bfloat16(), torch.bfloat16)
-    current = apply_current(copy.deepcopy(model), masters=True).module
-    with scale_attention(current, partial(half_attention, exponent=None)):
+    current = apply_current_scaling(copy.deepcopy(model), masters=True).module
+    with apply_attention_function(current, partial(half_attention, exponent=None)):
         half = gradients(current, torch.float32)
     assert error(half, wanted) <= error(bf16, wanted) / 4

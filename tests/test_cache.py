@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from finitune.datasets.cache import Cache, FileDigests, Source
+from finitune.datasets.cache import CacheSource, EncoderCache, FileDigestCache
 from finitune.errors import FileError, NumericsError
 from finitune.files.writer import save_tensors
 from finitune.report import Level
 
-CAT = Source.of("emoji/cat.png", "latents", "abc", (64, 64), False)
+CAT = CacheSource.of("emoji/cat.png", "latents", "abc", (64, 64), False)
 IDENTITY = {"vae": "1234", "dtype": "fp32"}
 
 
@@ -24,8 +24,8 @@ def tensors(seed: int = 0) -> dict[str, Tensor]:
     return {"latents": torch.randn(4, 1, 8, 8, generator=generator), "ids": torch.arange(5)}
 
 
-def cache(folder: Path, **identity: str) -> Cache:
-    return Cache(folder, "latents", {**IDENTITY, **identity})
+def cache(folder: Path, **identity: str) -> EncoderCache:
+    return EncoderCache(folder, "latents", {**IDENTITY, **identity})
 
 
 def no_fault(entry: object) -> str:
@@ -61,7 +61,9 @@ def test_what_was_never_put_is_not_found(tmp_path: Path):
 
 
 def test_other_sources_have_other_entries():
-    sources = [Source.of("x", *parts) for parts in (("a", "b"), ("ab",), ("a", ("b",)), ("a", "b", False), ("b", "a"))]
+    sources = [
+        CacheSource.of("x", *parts) for parts in (("a", "b"), ("ab",), ("a", ("b",)), ("a", "b", False), ("b", "a"))
+    ]
     assert len({source.digest for source in sources}) == len(sources)
 
 
@@ -86,11 +88,11 @@ def damage_bit(path: Path) -> None:
 
 def rewrite(path: Path, entry: dict[str, Tensor]) -> None:
     """The same metadata, with the right checksum, over other numbers."""
-    other = Cache(path.parent.parent, "latents", IDENTITY)
-    from finitune.files.tensorfile import TensorFile, fingerprint_of, hash_tensor
+    other = EncoderCache(path.parent.parent, "latents", IDENTITY)
+    from finitune.files.tensorfile import TensorFile, compute_tensor_fingerprint, hash_tensor
 
     metadata = TensorFile(other.path_of(CAT)).metadata
-    checksum = fingerprint_of({name: hash_tensor(tensor) for name, tensor in entry.items()})
+    checksum = compute_tensor_fingerprint({name: hash_tensor(tensor) for name, tensor in entry.items()})
     save_tensors(path, entry, {**metadata, "checksum": checksum})
 
 
@@ -122,7 +124,7 @@ def test_a_damaged_entry_is_made_again_and_said(tmp_path: Path, reason: str):
 
 def test_an_entry_under_a_wrong_name_is_not_believed(tmp_path: Path):
     path = filled(tmp_path)
-    dog = Source.of("emoji/dog.png", "other")
+    dog = CacheSource.of("emoji/dog.png", "other")
     reader = cache(tmp_path)
     path.rename(reader.path_of(dog))
     assert reader.get(dog, no_fault) is None
@@ -187,11 +189,11 @@ def test_pruning_lists_then_removes_what_is_not_its_own(tmp_path: Path):
 def test_a_files_digest_follows_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = tmp_path / "a.png"
     path.write_bytes(b"one")
-    digests = FileDigests()
+    digests = FileDigestCache()
     first = digests.of(path)
     path.write_bytes(b"three")
     assert digests.of(path) != first
-    assert FileDigests().of(path) == digests.of(path)
+    assert FileDigestCache().of(path) == digests.of(path)
     opened: list[Path] = []
     real = Path.open
     monkeypatch.setattr(Path, "open", lambda self, *rest: opened.append(self) or real(self, *rest))

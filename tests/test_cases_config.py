@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finitune.config.arguments import parse_arguments
-from finitune.config.conflicts import conflicts
-from finitune.config.read import read_config
+from finitune.config.conflicts import find_config_conflicts
+from finitune.config.read import read_train_config
 from finitune.errors import UsageError
 from finitune.report import Finding, Level
 
@@ -21,7 +21,7 @@ BASE = '[model]\npretrained_model_name_or_path = "pico-anima"\n[saving]\noutput_
 def read(folder: Path, text: str) -> Any:
     path = folder / "train.toml"
     path.write_text(BASE + text, encoding="utf-8")
-    return read_config(path)
+    return read_train_config(path)
 
 
 def told(folder: Path, text: str) -> list[dict[str, Any]]:
@@ -269,7 +269,7 @@ PAIRS = (
 
 @pytest.mark.parametrize(("text", "level", "code", "option"), PAIRS)
 def test_cfg_05_conflicts_are_told_as_what_they_are(tmp_path: Path, text: str, level: Level, code: str, option: str):
-    found = {(finding.code, finding.subject): finding for finding in conflicts(read(tmp_path, text).config)}
+    found = {(finding.code, finding.subject): finding for finding in find_config_conflicts(read(tmp_path, text).config)}
     assert found[code, option].level is level
 
 
@@ -282,5 +282,5 @@ def test_cfg_05_conflicts_are_told_as_what_they_are(tmp_path: Path, text: str, l
     ],
 )
 def test_cfg_05_captions_may_change_although_they_are_cached(tmp_path: Path, text: str):
-    found = conflicts(read(tmp_path, text).config)
+    found = find_config_conflicts(read(tmp_path, text).config)
     assert not [finding for finding in found if finding.level is not Level.NOTE]

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms, features
 
-from finitune.config.datasets import DatasetConfig, Subset, flattened
-from finitune.config.importers.kohya_folders import datasets_of_folder
+from finitune.config.datasets import DatasetConfig, Subset, resolve_datasets
 from finitune.datasets.captions_read import read_caption
-from finitune.datasets.folders import scan, verify_pictures
-from finitune.datasets.pictures import measure, read_picture
+from finitune.datasets.dataset_scan import scan_datasets, verify_pictures
+from finitune.datasets.picture_files import read_picture, read_picture_size
 from finitune.errors import FileError
-from finitune.progress import Silent
+from finitune.importers.kohya_folders import scan_kohya_folder
+from finitune.progress import SilentProgress
 from finitune.report import Level
 from tests.picture_files import captions, chunk, found, noise_picture, png, saved, scanned, written
 
@@ -97,8 +97,8 @@ def test_dat_01_what_is_odd_in_a_caption_is_told(tmp_path: Path, data: bytes, te
 @pytest.mark.parametrize("ending", ["jpg", "png"])
 def test_dat_03_the_size_is_that_of_the_turned_picture(tmp_path: Path, ending: str):
     path = saved(tmp_path / "img" / f"a.{ending}", noise_picture(80, 40), orientation=6)
-    assert measure(path) == (40, 80) and read_picture(path).pixels.shape == (80, 40, 3)
-    assert measure(saved(tmp_path / f"b.{ending}", noise_picture(80, 40), orientation=9)) == (80, 40)
+    assert read_picture_size(path) == (40, 80) and read_picture(path).pixels.shape == (80, 40, 3)
+    assert read_picture_size(saved(tmp_path / f"b.{ending}", noise_picture(80, 40), orientation=9)) == (80, 40)
     result = scanned(tmp_path / "img")
     assert result.examples[0][0].size == (40, 80)
     assert found(result, "PICTURE-TURNED").evidence == {"count": 1, "first": [f"img/a.{ending}"]}
@@ -142,7 +142,7 @@ def test_dat_04_the_first_frame_of_an_animation_is_taken_and_told(tmp_path: Path
     picture = read_picture(path)
     assert picture.pixels.reshape(-1, 3).tolist() == [[255, 0, 0]] * 16
     assert picture.notes == ("several frames: the first one is taken",)
-    note = found(verify_pictures(scanned(tmp_path).examples[0], Silent()), "PICTURE-NOTE")
+    note = found(verify_pictures(scanned(tmp_path).examples[0], SilentProgress()), "PICTURE-NOTE")
     assert note.level is Level.NOTE and f"a.{ending}" in note.message
 
 
@@ -205,7 +205,7 @@ def test_dat_07_a_huge_text_is_told_by_name(tmp_path: Path, start: tuple[bytes, 
     path = written(tmp_path / "a.png", png((1, 1), 8, 2, b"\0abc", extra=extra))
     error = refusal(path)
     assert (error.code, error.subject) == ("PICTURE-TEXT-CHUNK", str(path)) and "exiftool" in error.remedy
-    assert measure(path) == (1, 1)
+    assert read_picture_size(path) == (1, 1)
 
 
 def test_dat_09_names_are_matched_by_their_whole_stem(tmp_path: Path):
@@ -262,18 +262,18 @@ def test_dat_11_the_layout_of_kohya(tmp_path: Path):
         saved(img / folder / "a.png", noise_picture(seed=len(folder)))
     (img / "empty").mkdir()
     (img / "loop").symlink_to(img / "loop")
-    part, findings = datasets_of_folder(img, {})
+    part, findings = scan_kohya_folder(img, {})
     ignored = {Path(finding.subject).name for finding in findings if finding.code == "DATASET-FOLDER-IGNORED"}
     assert {"0_x", "CROP_old", "empty"} <= ignored
     assert [finding.code for finding in findings].count("DATASET-FOLDER-NESTED") == 1
-    result = scan(flattened(DatasetConfig(**part)), Silent())
+    result = scan_datasets(resolve_datasets(DatasetConfig(**part)), SilentProgress())
     shown = {example.name: (example.repeats, example.caption) for example in result.examples[0]}
     assert shown == {"10_sks girl/a.png": (10, "sks girl"), "2_a_b/a.png": (2, "a_b"), "3_/a.png": (3, "")}
 
 
 def test_dat_11_a_numbered_folder_in_place_of_its_parent(tmp_path: Path):
     inner = saved(tmp_path / "img" / "10_sks" / "a.png").parent
-    finding = found(datasets_of_folder(inner, {})[1], "DATASET-FOLDER-LEVEL")
+    finding = found(scan_kohya_folder(inner, {})[1], "DATASET-FOLDER-LEVEL")
     assert finding.level is Level.ERROR and f"train_data_dir = '{inner.parent}'" in finding.remedy
     typo = found(scanned(tmp_path / "imgs"), "DATASET-FOLDER-MISSING")
     assert "Did you mean 'img'?" in typo.remedy

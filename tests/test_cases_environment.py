@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from finitune.device.environment import Environment
-from finitune.device.hardware import advise
-from finitune.device.reading import packages as installed
-from finitune.device.rules import examine
-from finitune.device.rules.devices import examine_processes
-from finitune.device.rules.pytorch import blindness
+from finitune.machine.environment import Environment
+from finitune.machine.hardware import advise
+from finitune.machine.reading import packages as installed
+from finitune.machine.rules import examine_machine
+from finitune.machine.rules.devices import examine_processes
+from finitune.machine.rules.pytorch import find_no_gpu_reason
 from finitune.report import Finding, Level
 from tests import environments as made
 
 
 def found(environment: Environment, code: str) -> Finding:
     """The one finding of a code."""
-    (finding,) = (finding for finding in examine(environment) if finding.code == code)
+    (finding,) = (finding for finding in examine_machine(environment) if finding.code == code)
     return finding
 
 
 def codes(environment: Environment) -> set[str]:
-    return {finding.code for finding in examine(environment)}
+    return {finding.code for finding in examine_machine(environment)}
 
 
 # --- ENV-01: is_bf16_supported says yes on cards that emulate --------------------------------------------------------
@@ -160,8 +160,8 @@ def test_env_05_four_causes_have_four_messages():
     }
     messages, remedies = set(), set()
     for reason, environment in machines.items():
-        assert blindness(environment) == reason
-        (finding,) = examine(environment)
+        assert find_no_gpu_reason(environment) == reason
+        (finding,) = examine_machine(environment)
         messages.add(finding.message)
         remedies.add(finding.remedy)
         assert "autocast('cuda') and GradScaler('cuda')" in finding.message
@@ -178,7 +178,7 @@ def test_env_05_numbers_are_told():
 def test_env_05_a_rocm_build_is_no_cpu_build():
     environment = made.machine(torch="2.4.0+rocm6.0", pci=("amd",))
     assert environment.torch.cuda is None and environment.torch.hip == "6.0"
-    assert blindness(environment) == "unknown" and "TORCH-CPU-ONLY" not in codes(environment)
+    assert find_no_gpu_reason(environment) == "unknown" and "TORCH-CPU-ONLY" not in codes(environment)
 
 
 def test_env_05_autocast_switches_itself_off_here():
@@ -235,17 +235,17 @@ def test_blk_03_a_dtype_that_is_wrong_is_not_chosen():
     """On an accelerator that returns zeros in one dtype, the verdict falls back to the next."""
     import torch
 
-    from finitune.device.measuring.measurements import PRODUCT, measure_device
-    from finitune.journeys.doctor import verdict
-    from finitune.progress import Silent
+    from finitune.machine.measuring.measurements import PRODUCT_OP, measure_device
+    from finitune.progress import SilentProgress
+    from finitune.verbs.doctor import judge_machine
 
     def zeros_in_bf16(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         kept = 0 if x.dtype == torch.bfloat16 and x.shape[1] >= 64 else 1
         return torch.nn.functional.linear(x, weight) * kept
 
-    product = replace(PRODUCT, compute=zeros_in_bf16)
-    measurements = measure_device(torch.device("cpu"), Silent(), within_s=0, product=product, backends=())
+    product = replace(PRODUCT_OP, compute=zeros_in_bf16)
+    measurements = measure_device(torch.device("cpu"), SilentProgress(), within_s=0, product=product, backends=())
     assert not measurements.right("bf16") and measurements.right("fp16")
-    finding = verdict(made.machine(made.RTX_3060), measurements)
+    finding = judge_machine(made.machine(made.RTX_3060), measurements)
     assert (finding.level, finding.evidence["compute"]) == (Level.WARNING, "planned-half")
     assert "--precision planned-half" in finding.remedy and "bf16" not in finding.evidence["alternatives"]

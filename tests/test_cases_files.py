@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from finitune.journeys import check, merge
 from finitune.report import Finding, Report
+from finitune.verbs import check, merge
 from tests.adapter_files import noise
 from tests.case_files import by_code, only, saved, scaled, told
 

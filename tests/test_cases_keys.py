@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from finitune.adapters.weight import weight_delta
+from finitune.adapters.weight import compute_weight_delta
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys import convert
 from finitune.namings.read import read_adapter
+from finitune.verbs import convert
 from tests.adapter_files import delta, lora, noise
 from tests.case_files import by_code, own_model, read_for, saved, scaled, told
 
@@ -281,6 +281,6 @@ def test_key_11_a_fused_up_is_cut_by_rows_and_down_never(tmp_path: Path, rank: i
     assert [file.shapes[f"{stem}.lora_A.weight"] for stem in stems] == [(rank, 8)] * 4
     adapter = read_adapter(file).adapter
     zeros = torch.zeros(56, 8, dtype=torch.float64).split((8, 8, 8, 32))
-    rows = [weight_delta(zero, adapter[stem]) for zero, stem in zip(zeros, stems, strict=True)]
+    rows = [compute_weight_delta(zero, adapter[stem]) for zero, stem in zip(zeros, stems, strict=True)]
     up, down = (tensors[f"{name}.lora_{side}.weight"].double() for side in ("up", "down"))
     torch.testing.assert_close(torch.cat(rows), 2 / rank * up @ down)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from finitune.adapters import SiteAdapter
-from finitune.adapters.layer import attach
-from finitune.adapters.weight import adapted_weight, weight_delta
+from finitune.adapters.layer import attach_adapters
+from finitune.adapters.weight import compute_adapted_weight, compute_weight_delta
 from finitune.files.tensorfile import TensorFile
 from finitune.namings.read import read_adapter
 from tests.adapter_files import noise
@@ -22,7 +22,7 @@ SITE = "transformer.transformer_blocks.0.attn1.to_q"
 
 def change_in(path: Path, *shape: int) -> Tensor:
     """The change of a weight of zeros that a file makes, fp64."""
-    return weight_delta(torch.zeros(shape, dtype=torch.float64), read_adapter(TensorFile(path)).adapter[SITE])
+    return compute_weight_delta(torch.zeros(shape, dtype=torch.float64), read_adapter(TensorFile(path)).adapter[SITE])
 
 
 # --- LYC-01: LoKr of two full factors --------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ def test_lyc_05_attached_and_merged_draw_the_same(attributes: dict[str, object],
         tensors |= {f"w{n}_b": noise(2, into * 9, seed=n) for n in (1, 2)}
     adapter, x = SiteAdapter(kind, tensors, 3.0), noise(1, 4, 8, 8)
     with torch.no_grad():
-        weight = adapted_weight(layer[0].weight.detach(), adapter)
-        attached = attach(layer, {"0": [(adapter, 1.0)]})
+        weight = compute_adapted_weight(layer[0].weight.detach(), adapter)
+        attached = attach_adapters(layer, {"0": [(adapter, 1.0)]})
         bypass = layer(x)
         attached.detach()
         layer[0].weight.copy_(weight)
@@ -167,7 +167,7 @@ def test_lyc_07_ia3_has_the_axis_that_it_says(tmp_path: Path, base: tuple[int, i
         w = noise(*base, seed=3).double()
         adapter = read_for(source, model).adapter["transformer.my.layer"]
         assert code == 0
-        torch.testing.assert_close(weight_delta(w, adapter), w * weight.double())
+        torch.testing.assert_close(compute_weight_delta(w, adapter), w * weight.double())
     else:
         said = by_code(report)["ADAPTER-DOES-NOT-FIT"]
         assert code == 1 and (said["evidence"]["adapter"], said["evidence"]["model"]) == ([8], [4])

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from finitune.adapters.weight import weight_delta
+from finitune.adapters.weight import compute_weight_delta
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys import merge
 from finitune.namings.read import read_adapter
 from finitune.report import Finding, Level, Report
+from finitune.verbs import merge
 from tests.adapter_files import lora, noise
 from tests.case_files import own_model, saved, scaled
 
@@ -59,7 +59,7 @@ def lora_change(tensors: dict[str, Tensor], block: int, scale: float) -> Tensor:
 
 def change_in(file: Path, block: int, *shape: int) -> Tensor:
     adapter = read_adapter(TensorFile(file)).adapter[site(block)]
-    return weight_delta(torch.zeros(shape, dtype=torch.float64), adapter)
+    return compute_weight_delta(torch.zeros(shape, dtype=torch.float64), adapter)
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -318,7 +318,7 @@ def eight_mebibytes(folder: Path, more: int = 0) -> tuple[Path, Path]:
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from finitune.journeys import merge
+from finitune.verbs import merge
 
 def run(base):
     report = merge.run(merge.Request(model=base, adapters=(sys.argv[1],), out=Path(base + ".out.safetensors")))

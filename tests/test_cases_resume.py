@@ -11,11 +11,10 @@ from torch import nn
 
 from finitune.errors import UsageError
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys import train_files
-from finitune.journeys.train import asked_to_stop
-from finitune.journeys.training import Prepared
 from finitune.report import Level
-from finitune.training import arithmetic, events
+from finitune.training import compute_precision, events
+from finitune.verbs.train import catch_interrupt, export
+from finitune.verbs.train.prepare import PreparedRun
 from tests.training_made import (
     FEW,
     FEW_BLOCKS,
@@ -67,12 +66,12 @@ def test_res_01_a_state_of_another_training_is_refused_before_it_is_loaded(playg
     assert finding.level is Level.ERROR
     assert told in f"{finding.message} {finding.evidence}"
     assert "network_weights" in finding.remedy or "optimi" in finding.remedy  # the adapter alone can be gone on from
-    assert not outcome.of(events.Stepped)
+    assert not outcome.of(events.StepTaken)
 
 
 def test_res_01_a_changed_rate_goes_on_and_is_told(playground: Playground):
     outcome = resumed(playground, optimizer={"learning_rate": 1e-3})
-    assert [step.step for step in outcome.of(events.Stepped)] == [5, 6]
+    assert [step.step for step in outcome.of(events.StepTaken)] == [5, 6]
     assert outcome.reason == "done"
     changed = [
         finding for finding in outcome.report.findings if "learning_rate" in f"{finding.message}{finding.evidence}"
@@ -97,21 +96,23 @@ def test_res_03_nothing_is_offloaded_where_there_is_no_other_device(playground: 
     assert finding.subject == "training.offload_blocks" and finding.remedy
     assert outcome.events == []
     with pytest.raises(UsageError, match="no GPU"):
-        arithmetic.offload(nn.Linear(2, 2), torch.device("cpu"))
+        compute_precision.apply_block_offloading(nn.Linear(2, 2), torch.device("cpu"))
 
 
 def test_res_03_adapters_and_buffers_move_with_their_block():
     """As block offloading moves them: to the meta device, which stands for the other one; nothing stays behind."""
     from finitune.adapters.core import Target
-    from finitune.adapters.layer import attach
-    from finitune.adapters.new import new_adapter
+    from finitune.adapters.layer import attach_adapters
+    from finitune.adapters.new import create_adapter
 
     root = copy.deepcopy(pico().transformer).requires_grad_(False)
     block = root.transformer_blocks[1]
     name = "transformer_blocks.1.attn1.to_q"
     weight: Any = root.get_submodule(name).weight
     block.register_buffer("extra", torch.ones(3))
-    with attach(root, {name: new_adapter(Target(weight, 2, 2.0), "lora", torch.Generator())}, trainable=True):
+    with attach_adapters(
+        root, {name: create_adapter(Target(weight, 2, 2.0), "lora", torch.Generator())}, trainable=True
+    ):
         block.to("meta")
         devices = {tensor.device.type for tensor in (*block.parameters(), *block.buffers())}
         names = {tensor_name for tensor_name, _ in block.named_parameters()}
@@ -138,7 +139,7 @@ def test_res_04_a_failing_preview_is_a_warning_after_the_file(
             raise error
         return ()
 
-    monkeypatch.setattr(train_files.Preview, "__call__", fail)
+    monkeypatch.setattr(export.PreviewDrawer, "__call__", fail)
     outcome = playground.train(
         **PREVIEWED,
     )
@@ -146,7 +147,7 @@ def test_res_04_a_failing_preview_is_a_warning_after_the_file(
     assert saved_before == [True]
     assert finding.level is Level.WARNING and type(error).__name__ in finding.message and finding.remedy
     assert outcome.reason == "done" and outcome.report.exit_code == 0
-    assert [event.step for event in outcome.of(events.Previewed)] == [10]  # they do not stay off
+    assert [event.step for event in outcome.of(events.PreviewsDrawn)] == [10]  # they do not stay off
     assert len(outcome.losses) == 10
 
 
@@ -160,22 +161,22 @@ def test_res_04_an_interrupted_preview_leaves_the_file_of_its_step(
             raise KeyboardInterrupt
         return ()
 
-    monkeypatch.setattr(train_files.Preview, "__call__", interrupt)
+    monkeypatch.setattr(export.PreviewDrawer, "__call__", interrupt)
     config = playground.config(
         **PREVIEWED,
     )
-    with asked_to_stop(), pytest.raises(KeyboardInterrupt):
+    with catch_interrupt(), pytest.raises(KeyboardInterrupt):
         trained(config)
     assert (playground.folder / "run" / "made-step00000005.safetensors").exists()
     rest = playground.train(network=FEW, training={"max_train_steps": 10}, saving={"resume": "auto"})
-    assert [step.step for step in rest.of(events.Stepped)] == [6, 7, 8, 9, 10]
+    assert [step.step for step in rest.of(events.StepTaken)] == [6, 7, 8, 9, 10]
 
 
 # --- RES-05: nothing is learned ---------------------------------------------------------------------------------------
 
 
 def test_res_05_a_cut_graph_ends_the_run_after_its_first_step(playground: Playground, meddle):
-    def cut(ready: Prepared) -> None:
+    def cut(ready: PreparedRun) -> None:
         whole = ready.run.learner.denoiser
         ready.run.learner.denoiser = lambda *asked: whole(*asked).detach()
 
@@ -184,12 +185,12 @@ def test_res_05_a_cut_graph_ends_the_run_after_its_first_step(playground: Playgr
     (finding,) = outcome.findings("TRAINS-NOTHING")
     assert finding.level is Level.ERROR and "non-reentrant" in finding.remedy
     assert outcome.report.exit_code == 1
-    assert len(outcome.of(events.Stepped)) == 1
+    assert len(outcome.of(events.StepTaken)) == 1
     assert not list((playground.folder / "run").glob("*.safetensors"))
 
 
 def test_res_05_an_optimiser_over_copies_ends_it_after_the_second(playground: Playground, meddle):
-    def copies(ready: Prepared) -> None:
+    def copies(ready: PreparedRun) -> None:
         make = ready.run.make_optimizer
 
         def over_copies():
@@ -204,7 +205,7 @@ def test_res_05_an_optimiser_over_copies_ends_it_after_the_second(playground: Pl
     outcome = playground.train(network=FEW)
     (finding,) = outcome.findings("TRAINS-NOTHING")
     assert "none of 24 trained tensors changed in 2 updates" in finding.message
-    assert len(outcome.of(events.Stepped)) == 2
+    assert len(outcome.of(events.StepTaken)) == 2
 
 
 def test_res_05_a_rate_of_zero_is_refused_before_the_start(playground: Playground):
@@ -217,7 +218,7 @@ def test_res_05_a_rate_of_zero_is_refused_before_the_start(playground: Playgroun
 def test_res_05_a_module_that_is_never_called_is_a_warning_with_its_name(playground: Playground, meddle):
     unused = "transformer_blocks.4.attn1.to_v"
 
-    def bypass(ready: Prepared) -> None:
+    def bypass(ready: PreparedRun) -> None:
         root: Any = ready.run.learner.precisions["transformer"].module
         block = root.get_submodule("transformer_blocks.4.attn1")
         block.to_v = block.to_v.base

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from finitune.adapters import SiteAdapter
 from finitune.adapters.core import Magnitude
-from finitune.adapters.weight import adapted_weight, weight_delta
+from finitune.adapters.weight import compute_adapted_weight, compute_weight_delta
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys import check, convert, merge
 from finitune.namings.read import read_adapter
+from finitune.verbs import check, convert, merge
 from tests.adapter_files import lora, noise
 from tests.case_files import by_code, saved, scaled, told
 
@@ -33,7 +33,7 @@ def product(tensors: dict[str, Tensor], module: str = MODULE) -> Tensor:
 def change_in(path: Path, *shape: int) -> Tensor:
     """The change of a weight of zeros that a file makes, fp64."""
     path = path / "adapter_model.safetensors" if path.is_dir() else path
-    return weight_delta(torch.zeros(shape, dtype=torch.float64), read_adapter(TensorFile(path)).adapter[SITE])
+    return compute_weight_delta(torch.zeros(shape, dtype=torch.float64), read_adapter(TensorFile(path)).adapter[SITE])
 
 
 def merged(base: Path, *adapters: object, out: Path, **options) -> merge.Report:
@@ -123,7 +123,8 @@ def test_scl_03_parts_saved_as_one_are_seen_and_not_mended_unasked(tmp_path: Pat
     down = noise(12, 32).double().split(4)
     for part, up, factor in zip("qkv", PARTS, down, strict=True):
         site = adapter[f"transformer.transformer_blocks.0.attn.to_{part}"]
-        torch.testing.assert_close(weight_delta(torch.zeros(32, 32, dtype=torch.float64), site), up.double() @ factor)
+        delta = compute_weight_delta(torch.zeros(32, 32, dtype=torch.float64), site)
+        torch.testing.assert_close(delta, up.double() @ factor)
 
 
 def test_scl_03_a_dense_layer_of_that_rank_is_not_blamed(tmp_path: Path):
@@ -139,7 +140,8 @@ def test_scl_03_convert_mends_it_when_it_is_asked_to(tmp_path: Path):
     back = read_adapter(TensorFile(out)).adapter
     for part, up, factor in zip("qkv", PARTS, noise(12, 32).double().split(4), strict=True):
         site = back[f"transformer.transformer_blocks.0.attn.to_{part}"]
-        torch.testing.assert_close(weight_delta(torch.zeros(32, 32, dtype=torch.float64), site), up.double() @ factor)
+        delta = compute_weight_delta(torch.zeros(32, 32, dtype=torch.float64), site)
+        torch.testing.assert_close(delta, up.double() @ factor)
     alone = back["transformer.transformer_blocks.0.attn.to_out.0"]
     assert (alone.alpha, alone.tensors["down"].shape[0]) == (4.0, 4)
 
@@ -349,7 +351,7 @@ def test_scl_07_the_conventions_are_far_apart():
     for side, axis in (("out", 1), ("in", 0)):
         for norm_of in ("adapted", "base"):
             magnitude = Magnitude(1.1 * direction.norm(dim=axis), "out" if side == "out" else "in", norm_of=norm_of)
-            changes[side, norm_of] = adapted_weight(weight, SiteAdapter("lora", low, magnitude=magnitude))
+            changes[side, norm_of] = compute_adapted_weight(weight, SiteAdapter("lora", low, magnitude=magnitude))
         torch.testing.assert_close(changes[side, "adapted"], 1.1 * direction)
         assert float((changes[side, "base"] - 1.1 * direction).norm() / direction.norm()) > 0.05
 

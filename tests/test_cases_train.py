@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from finitune.files.tensorfile import TensorFile, fingerprint_of, hash_tensor
-from finitune.models.pico import folder
+from finitune.files.tensorfile import TensorFile, compute_tensor_fingerprint, hash_tensor
+from finitune.models.pico import get_pico_folder
 from tests.train_asked import (
     READ,
     TWO_MODULES,
@@ -58,7 +58,7 @@ def rewrite(path: Path, change: Callable[[Entry], Entry], stated: str = "truly")
     """An entry with other tensors; what it states of them is true, of the old ones, or not there."""
     file = TensorFile(path)
     tensors = change(dict(file.tensors()))
-    checksum = fingerprint_of({name: hash_tensor(tensor) for name, tensor in tensors.items()})
+    checksum = compute_tensor_fingerprint({name: hash_tensor(tensor) for name, tensor in tensors.items()})
     truth = {**file.metadata, "checksum": checksum}
     save_file(tensors, path, {"truly": truth, "falsely": file.metadata}.get(stated))
 
@@ -118,7 +118,7 @@ def test_nan_04_entries_of_another_model_are_left_alone_and_not_used(scene: Scen
     own_cache(scene)
     before = entries(scene, "latents")
     other = scene.folder / "other"
-    shutil.copytree(folder(), other)
+    shutil.copytree(get_pico_folder(), other)
     file = other / "vae/diffusion_pytorch_model.safetensors"
     tensors = load_file(file)
     tensors["encoder.conv_in.bias"] += 0.01

@@ -15,17 +15,17 @@ from torch.utils.checkpoint import checkpoint
 from finitune.config.schema import GuardSection, ObjectiveSection
 from finitune.errors import NumericsError
 from finitune.report import Finding, Level
-from finitune.training.guard import Action, Evidence, Guard, demand_fp32_masters, first_nonfinite
-from finitune.training.meters import Meter
-from finitune.training.objective import sample_losses
-from finitune.training.silence import Silence, fingerprints
+from finitune.training.guard import GuardAction, StepEvidence, TrainingGuard, find_first_nonfinite, require_fp32_masters
+from finitune.training.no_training_detector import NoTrainingDetector, compute_fingerprints
+from finitune.training.objective import compute_sample_losses
+from finitune.training.running_loss import RunningLoss
 
 NAN = math.nan
-OK, SKIP, QUARANTINE, ROLLBACK, STOP = Action
+OK, SKIP, QUARANTINE, ROLLBACK, STOP = GuardAction
 
 
-def guard_of(examples: int = 100, **options) -> Guard:
-    return Guard(GuardSection(**options), examples)
+def guard_of(examples: int = 100, **options) -> TrainingGuard:
+    return TrainingGuard(GuardSection(**options), examples)
 
 
 # --- NAN-05: fp16 parameters meet the gradient scaler, often only on resume ------------------------------------------
@@ -34,7 +34,7 @@ def guard_of(examples: int = 100, **options) -> Guard:
 def test_nan_05_half_masters_are_refused_before_the_first_step_and_named():
     layer = nn.Linear(4, 4).half()
     with pytest.raises(NumericsError) as caught:
-        demand_fp32_masters(layer.named_parameters())
+        require_fp32_masters(layer.named_parameters())
     assert caught.value.code == "MASTERS-NOT-FP32"
     assert caught.value.subject == "weight"
     assert caught.value.evidence == {"tensors": 2, "dtypes": ["torch.float16"]}
@@ -43,34 +43,34 @@ def test_nan_05_half_masters_are_refused_before_the_first_step_and_named():
 
 def test_nan_05_fp32_masters_take_a_step():
     layer = nn.Linear(4, 4)
-    demand_fp32_masters(layer.named_parameters())
-    before = fingerprints(layer.parameters())
+    require_fp32_masters(layer.named_parameters())
+    before = compute_fingerprints(layer.parameters())
     layer(torch.ones(1, 4)).sum().backward()
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
-    assert fingerprints(layer.parameters()) != before
+    assert compute_fingerprints(layer.parameters()) != before
 
 
 def test_nan_05_a_step_with_an_infinite_gradient_does_not_reach_the_weights():
     layer = nn.Linear(4, 4)
-    before = fingerprints(layer.parameters())
+    before = compute_fingerprints(layer.parameters())
     layer(torch.full((1, 4), 1e38)).sum().mul(10).backward()
-    found = first_nonfinite((name, p.grad) for name, p in layer.named_parameters())
-    evidence = Evidence(0, ("a.png",), gradient_finite=found is None, where=str(found))
+    found = find_first_nonfinite((name, p.grad) for name, p in layer.named_parameters())
+    evidence = StepEvidence(0, ("a.png",), gradient_finite=found is None, where=str(found))
     verdict = guard_of().judge(evidence)
     assert verdict.action is SKIP
     assert "weight, element 0: inf" in verdict.reason
-    assert fingerprints(layer.parameters()) == before
+    assert compute_fingerprints(layer.parameters()) == before
 
 
 # --- NAN-07: loss=nan for hours, and the file is still saved ---------------------------------------------------------
 
 
-def fake_run(losses: list[float], **options) -> tuple[list[Action], Guard, Meter]:
+def fake_run(losses: list[float], **options) -> tuple[list[GuardAction], TrainingGuard, RunningLoss]:
     """Losses through the guard and the meter, as a loop with one picture a step has them."""
-    guard, meter, taken = guard_of(**options), Meter(), []
+    guard, meter, taken = guard_of(**options), RunningLoss(), []
     for step, loss in enumerate(losses):
         meter.add(loss)
-        taken.append(guard.judge(Evidence(step, (f"{step}.png",), loss_finite=math.isfinite(loss))).action)
+        taken.append(guard.judge(StepEvidence(step, (f"{step}.png",), loss_finite=math.isfinite(loss))).action)
     return taken, guard, meter
 
 
@@ -103,9 +103,9 @@ def test_nan_07_a_single_nan_is_skipped_and_the_average_goes_on():
 def test_nan_07_a_non_finite_adapter_is_named_before_it_can_be_saved():
     adapter = {"blocks.3.attn.up": torch.zeros(2, 4), "blocks.3.attn.down": torch.ones(4, 2)}
     adapter["blocks.3.attn.down"][2, 1] = NAN
-    found = first_nonfinite(adapter.items())
+    found = find_first_nonfinite(adapter.items())
     assert str(found) == "blocks.3.attn.down, element 5: nan"
-    assert guard_of().judge(Evidence(9, weights_finite=False, where=str(found))).action is ROLLBACK
+    assert guard_of().judge(StepEvidence(9, weights_finite=False, where=str(found))).action is ROLLBACK
 
 
 # --- RES-05: nothing is learned ---------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def trained(model: nn.Module, rate: float, forward: Callable[[Tensor], Tensor], 
     """What is said in 20 updates; the optimiser holds the model's parameters, or copies of them."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     held = list(named.values()) if own else copy.deepcopy(list(named.values()))
-    optimizer, silence = torch.optim.SGD(held, lr=rate), Silence(named)
+    optimizer, silence = torch.optim.SGD(held, lr=rate), NoTrainingDetector(named)
     for update in range(1, 21):
         loss = (forward(torch.randn(8, 4)) - 1).square().mean()
         if loss.requires_grad:
@@ -188,13 +188,13 @@ def replicas(world: int = 2) -> list[nn.Linear]:
     return [first, *(copy.deepcopy(first) for _ in range(world - 1))]
 
 
-def parallel_step(models: list[nn.Linear], inputs: list[Tensor], decide: Callable[[list[Evidence]], list[bool]]):
+def parallel_step(models: list[nn.Linear], inputs: list[Tensor], decide: Callable[[list[StepEvidence]], list[bool]]):
     """Gradients averaged over all processes, then each process's update where `decide` lets it through."""
     losses = [model(x).square().mean() for model, x in zip(models, inputs, strict=True)]
     gradients = [torch.autograd.grad(loss, list(m.parameters())) for m, loss in zip(models, losses, strict=True)]
     mean = [torch.stack(parts).mean(0) for parts in zip(*gradients, strict=True)]
     evidence = [
-        Evidence(3, (f"rank{rank}.png",), loss_finite=bool(loss.isfinite()), gradient_finite=True)
+        StepEvidence(3, (f"rank{rank}.png",), loss_finite=bool(loss.isfinite()), gradient_finite=True)
         for rank, loss in enumerate(losses)
     ]
     for model, update in zip(models, decide(evidence), strict=True):
@@ -205,23 +205,23 @@ def parallel_step(models: list[nn.Linear], inputs: list[Tensor], decide: Callabl
 
 
 def agree(models: list[nn.Linear]) -> bool:
-    return len({tuple(fingerprints(model.parameters())) for model in models}) == 1
+    return len({tuple(compute_fingerprints(model.parameters())) for model in models}) == 1
 
 
 def test_ddp_04_all_processes_skip_the_step_that_is_bad_for_one():
     models, guards = replicas(), [guard_of(), guard_of()]
-    before = fingerprints(models[0].parameters())
+    before = compute_fingerprints(models[0].parameters())
 
-    def shared(evidence: list[Evidence]) -> list[bool]:
-        return [guard.judge(Evidence.merged(evidence)).action is OK for guard in guards]
+    def shared(evidence: list[StepEvidence]) -> list[bool]:
+        return [guard.judge(StepEvidence.merged(evidence)).action is OK for guard in guards]
 
     poisoned = [torch.ones(2, 3), torch.full((2, 3), NAN)]
     parallel_step(models, poisoned, shared)
     assert agree(models)
-    assert fingerprints(models[0].parameters()) == before
+    assert compute_fingerprints(models[0].parameters()) == before
     parallel_step(models, [torch.ones(2, 3), torch.zeros(2, 3)], shared)
     assert agree(models)
-    assert fingerprints(models[0].parameters()) != before
+    assert compute_fingerprints(models[0].parameters()) != before
     assert guards[0] == guards[1]
 
 
@@ -229,7 +229,7 @@ def test_ddp_04_a_decision_of_each_process_alone_is_found_by_the_fingerprints():
     models = replicas()
     parallel_step(models, [torch.ones(2, 3), torch.full((2, 3), NAN)], lambda evidence: [e.ok for e in evidence])
     assert not agree(models)
-    assert first_nonfinite(models[0].named_parameters()) is not None  # its own loss looked fine
+    assert find_first_nonfinite(models[0].named_parameters()) is not None  # its own loss looked fine
 
 
 # --- BLK-05: a fully masked attention row ----------------------------------------------------------------------------
@@ -245,10 +245,10 @@ def test_blk_05_the_one_empty_caption_of_a_batch_is_left_out_by_name():
     mask = torch.ones(3, 1, 4, dtype=torch.bool)
     mask[1] = False
     answers = attention(torch.randn(3, 1, 4), mask, torch.randn(3, 4, 4)).view(3, 4, 1, 1, 1)
-    losses = sample_losses(answers, torch.zeros(3, 4, 1, 1, 1), torch.full((3,), 0.5), None, ObjectiveSection())
+    losses = compute_sample_losses(answers, torch.zeros(3, 4, 1, 1, 1), torch.full((3,), 0.5), None, ObjectiveSection())
     assert losses.isfinite().tolist() == [True, False, True]
     suspects = tuple(name for name, loss in zip(names, losses.tolist(), strict=True) if not math.isfinite(loss))
     guard = guard_of()
-    verdict = guard.judge(Evidence(0, names, loss_finite=False, gradient_finite=False, suspects=suspects))
+    verdict = guard.judge(StepEvidence(0, names, loss_finite=False, gradient_finite=False, suspects=suspects))
     assert (verdict.action, verdict.names) == (QUARANTINE, ("empty.png",))
     assert [finding.subject for finding in guard.findings()] == ["empty.png"]

@@ -12,12 +12,12 @@ import torch
 from finitune.adapters import AdapterSet, Magnitude, SiteAdapter
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
-from finitune.journeys import check
-from finitune.models import MODELS
-from finitune.models.pico import folder
+from finitune.models import MODEL_FAMILIES
+from finitune.models.pico import get_pico_folder
 from finitune.namings.write import write_adapter
+from finitune.verbs import check
 
-ANIMA = next(model for model in MODELS if model.name == "anima")
+ANIMA = next(model for model in MODEL_FAMILIES if model.name == "anima")
 DATA = Path(__file__).parents[2] / "shared" / "data"
 needs_data = pytest.mark.skipif(not DATA.exists(), reason="the folder of real files is not here")
 
@@ -110,10 +110,10 @@ def test_a_key_that_matches_nothing_is_an_error_with_its_name(tmp_path: Path):
 
 
 def test_a_model_is_scanned_tensor_by_tensor(tmp_path: Path):
-    report = checked(folder())
+    report = checked(get_pico_folder())
     assert report.ok and report.figures["kind"] == "model" and report.figures["family"] == "anima"
     assert report.figures["nonfinite_tensors"] == 0 and report.figures["tensors"] > 300
-    tensors = dict(TensorFile(folder() / "transformer" / "diffusion_pytorch_model.safetensors").tensors())
+    tensors = dict(TensorFile(get_pico_folder() / "transformer" / "diffusion_pytorch_model.safetensors").tensors())
     tensors["proj_out.weight"] = tensors["proj_out.weight"].float() * 1e6
     tensors["patch_embed.proj.weight"][0, 0] = float("nan")
     save_tensors(tmp_path / "m.safetensors", tensors)

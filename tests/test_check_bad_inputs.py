@@ -22,9 +22,9 @@ from PIL import Image
 
 from finitune.errors import FinituneError
 from finitune.files.writer import save_tensors
-from finitune.journeys import check
-from finitune.journeys.checks import Request
 from finitune.report import Level, Report
+from finitune.verbs import check
+from finitune.verbs.check.request import Request
 from tests.adapter_files import lora
 
 SECONDS = 10.0
@@ -107,10 +107,10 @@ def workflow(place: Path) -> Path:
 
 
 def cached(place: Path) -> Path:
-    from finitune.datasets.cache import Cache, Source
+    from finitune.datasets.cache import CacheSource, EncoderCache
 
-    cache = Cache(place / "cache", "texts", {"encoder": "x"})
-    source = Source.of("a caption", 1)
+    cache = EncoderCache(place / "cache", "texts", {"encoder": "x"})
+    source = CacheSource.of("a caption", 1)
     cache.put(source, {"t": torch.randn(4, 4)})
     return cache.path_of(source)
 

@@ -7,24 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from finitune.datasets.cache import Cache, Source
-from finitune.datasets.entries import Caches
+from finitune.datasets.cache import CacheSource, EncoderCache
+from finitune.datasets.latent_store import EncoderCaches
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
-from finitune.journeys import check
-from finitune.journeys.checks import Request
 from finitune.models.anima.encode import AnimaEncoders
 from finitune.models.anima.load import load_folder
-from finitune.models.pico import folder
+from finitune.models.pico import get_pico_folder
 from finitune.report import Finding, Level, Report
+from finitune.verbs import check
+from finitune.verbs.check.request import Request
 
 IDENTITY = {"encoder": "e" * 64, "level": "context"}
 
 
-def filled(place: Path, count: int = 3, identity: dict[str, str] | None = None) -> Cache:
-    cache = Cache(place, "texts", identity or IDENTITY)
+def filled(place: Path, count: int = 3, identity: dict[str, str] | None = None) -> EncoderCache:
+    cache = EncoderCache(place, "texts", identity or IDENTITY)
     for number in range(count):
-        cache.put(Source.of(f"caption {number}", number), {"context": torch.randn(2, 3)})
+        cache.put(CacheSource.of(f"caption {number}", number), {"context": torch.randn(2, 3)})
     return cache
 
 
@@ -38,7 +38,7 @@ def by_code(report: Report) -> dict[str, Finding]:
 
 def test_a_good_cache_is_counted(tmp_path: Path):
     filled(tmp_path)
-    save_tensors(Cache(tmp_path, "latents", IDENTITY).folder / "x.safetensors", {"x": torch.ones(1)})
+    save_tensors(EncoderCache(tmp_path, "latents", IDENTITY).folder / "x.safetensors", {"x": torch.ones(1)})
     report = checked(tmp_path)
     assert report.ok and not report.findings, "a file of another name is no entry"
     assert report.figures["entries"] == {"texts": 3} and report.figures["damaged"] == 0
@@ -97,12 +97,12 @@ def test_what_a_killed_program_left_is_told_and_taken_away(tmp_path: Path):
 
 
 def test_entries_are_compared_with_the_model_that_is_named(tmp_path: Path):
-    parts = load_folder(folder())
+    parts = load_folder(get_pico_folder())
     for module in (parts.vae, parts.text_encoder, parts.text_conditioner):
         module.float()
-    own = Caches.beside(tmp_path, AnimaEncoders.of(parts, "states"))
-    own.texts.put(Source.of("a caption", 1), {"states": torch.randn(2, 3)})
-    own.latents.put(Source.of("a picture", 2), {"latents": torch.randn(1, 1, 2, 2)})
+    own = EncoderCaches.beside(tmp_path, AnimaEncoders.of(parts, "states"))
+    own.texts.put(CacheSource.of("a caption", 1), {"states": torch.randn(2, 3)})
+    own.latents.put(CacheSource.of("a picture", 2), {"latents": torch.randn(1, 1, 2, 2)})
     report = checked(tmp_path, model="pico-anima")
     assert report.ok and report.figures["stale"] == 0 and not report.findings
     filled(tmp_path, 1)

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from finitune.config.lycoris import MYTHS, TRUTHS, lycoris_findings
-from finitune.config.lycoris_given import Given, comments_of
-from finitune.config.lycoris_preset import preset_findings
+from finitune.config.lycoris import LYCORIS_MISCONCEPTIONS, LYCORIS_RULES, find_lycoris_faults
+from finitune.config.lycoris_options import LycorisOptions, parse_option_comments
+from finitune.config.lycoris_preset import check_lycoris_preset
 from finitune.errors import UsageError
 from finitune.files.writer import save_tensors
-from finitune.journeys import check
-from finitune.journeys.checks import Request
 from finitune.report import Finding, Level, Report
+from finitune.verbs import check
+from finitune.verbs.check.request import Request
 from tests.foreign_configs import AI_TOOLKIT, ONETRAINER
 from tests.picture_files import noise_picture, saved, written
 
@@ -213,7 +213,7 @@ def test_the_configuration_of_one_trainer_in_json(folder: Path):
 def lycoris(**arguments: str) -> dict[tuple[str, str], Finding]:
     """What is said of network_args, by code and option."""
     options = {"network_module": "lycoris.kohya", "network_dim": 16}
-    return {(f.code, f.subject): f for f in lycoris_findings(Given(options, arguments))}
+    return {(f.code, f.subject): f for f in find_lycoris_faults(LycorisOptions(options, arguments))}
 
 
 SAID = (
@@ -260,13 +260,15 @@ def test_nothing_is_said_of_what_is_right(arguments: dict[str, str]):
 
 @pytest.mark.parametrize("rank", [1, 7, 12, 100])
 def test_any_rank_is_right(rank: int):
-    given = Given({"network_module": "lycoris.kohya", "network_dim": rank, "network_alpha": 3}, {"algo": "lora"})
-    assert not lycoris_findings(given)
+    given = LycorisOptions(
+        {"network_module": "lycoris.kohya", "network_dim": rank, "network_alpha": 3}, {"algo": "lora"}
+    )
+    assert not find_lycoris_faults(given)
 
 
 def test_a_number_0_in_a_json_is_not_the_text_0():
     options = {"algo": "lora", "linear_dim": 8, "conv_dim": 0}
-    assert [f.code for f in lycoris_findings(Given(options))] == ["LYCORIS-CONV-DIM-ZERO"]
+    assert [f.code for f in find_lycoris_faults(LycorisOptions(options))] == ["LYCORIS-CONV-DIM-ZERO"]
 
 
 FOLLOWED = (
@@ -295,17 +297,17 @@ def test_a_myth_in_a_comment_of_our_own(folder: Path):
 
 def test_every_rule_and_myth_was_seen():
     seen = {(code, option) for _, code, option, _ in SAID} | {("LYCORIS-CONV-DIM-ZERO", "conv_dim")}
-    unseen = {(truth.code, truth.option) for truth in TRUTHS} - seen
+    unseen = {(truth.code, truth.option) for truth in LYCORIS_RULES} - seen
     spellings = {"weight_decompose", "linear_alpha", "unbalanced_factorization"}  # of rules that were
     assert {option for _, option in unseen} <= spellings
-    myths = {myth.option for myth in MYTHS} - {option for _, option in FOLLOWED}
+    myths = {myth.option for myth in LYCORIS_MISCONCEPTIONS} - {option for _, option in FOLLOWED}
     assert myths <= {"linear_dim", "conv_dim", "rank", "linear", "use_lycoris"}
-    assert all(myth.source and myth.fact for myth in MYTHS)
+    assert all(myth.source and myth.fact for myth in LYCORIS_MISCONCEPTIONS)
 
 
 def test_comments_belong_to_the_option_beside_or_below():
     text = "# a rank\n# of two lines\nrank = 4 # here\n\nalpha = 1\n- lr: 2 # yaml\n"
-    assert comments_of(text) == {"rank": "a rank  of two lines  here", "lr": "yaml"}
+    assert parse_option_comments(text) == {"rank": "a rank  of two lines  here", "lr": "yaml"}
 
 
 NAMES = ["blocks.0.self_attn.q_proj", "blocks.0.mlp.layer1", "llm_adapter.blocks.0.self_attn.q_proj"]
@@ -323,7 +325,7 @@ PRESETS = (
 
 @pytest.mark.parametrize(("text", "expected"), PRESETS)
 def test_presets_are_held_against_the_modules(tmp_path: Path, text: str, expected: list[str]):
-    found = preset_findings(written(tmp_path / "preset.toml", text), NAMES)
+    found = check_lycoris_preset(written(tmp_path / "preset.toml", text), NAMES)
     assert [finding.code for finding in found] == expected
 
 
@@ -364,10 +366,10 @@ def test_a_flipped_configuration_is_told_and_never_crashes(folder: Path, data: s
 
 def is_right(path: Path) -> bool:
     """Whether the strict reader takes a file."""
-    from finitune.config.read import read_config
+    from finitune.config.read import read_train_config
 
     try:
-        read_config(path)
+        read_train_config(path)
     except UsageError:
         return False
     return True

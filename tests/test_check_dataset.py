@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from finitune.journeys import check
-from finitune.journeys.checks import Request
 from finitune.report import Finding, Level, Report
+from finitune.verbs import check
+from finitune.verbs.check.request import Request
 from tests.picture_files import noise_picture, png, saved, written
 from tests.test_look_alikes import scene
 

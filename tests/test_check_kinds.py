@@ -14,13 +14,13 @@ from PIL import Image
 
 from finitune.errors import FileError
 from finitune.files.writer import save_tensors, write_text
-from finitune.journeys import check
-from finitune.journeys.checks import Mending, Request
-from finitune.journeys.kinds import Kind, kind_of
-from finitune.models.pico import folder, plan_file
-from finitune.progress import Silent
-from finitune.render.findings_page import findings_page
+from finitune.models.pico import get_pico_folder, get_pico_plan_path
+from finitune.progress import SilentProgress
+from finitune.render.check_page import render_check_page
 from finitune.report import Level, Report
+from finitune.verbs import check
+from finitune.verbs.check.kinds import PathKind, detect_path_kind
+from finitune.verbs.check.request import FileFix, Request
 from tests.adapter_files import lora
 from tests.case_files import saved
 
@@ -54,45 +54,48 @@ def model(path: Path) -> Path:
 
 
 def cache(path: Path) -> Path:
-    from finitune.datasets.cache import Cache, Source
+    from finitune.datasets.cache import CacheSource, EncoderCache
 
-    Cache(path, "texts", {"encoder": "x"}).put(Source.of("a caption", 1), {"t": torch.randn(3)})
+    EncoderCache(path, "texts", {"encoder": "x"}).put(CacheSource.of("a caption", 1), {"t": torch.randn(3)})
     return path
 
 
-MADE: dict[str, tuple[Callable[[Path], Path], Kind]] = {
-    "our configuration": (lambda at: write(at / "a.toml", OURS), Kind.CONFIG),
-    "another program's": (lambda at: write(at / "a.toml", KOHYA), Kind.CONFIG),
-    "a command line": (lambda at: write(at / "run.sh", "accelerate launch anima_train_network.py --x 1"), Kind.CONFIG),
-    "a broken configuration": (lambda at: write(at / "a.toml", "[model\nx=1"), Kind.CONFIG),
-    "a configuration by another ending": (lambda at: write(at / "a.txt", OURS), Kind.CONFIG),
-    "a dataset's TOML": (lambda at: write(at / "a.toml", KOHYA_DATASET), Kind.DATASET),
-    "a folder of pictures": (lambda at: picture(at / "d" / "a.png").parent, Kind.DATASET),
-    "a folder of N_name folders": (lambda at: picture(at / "d" / "3_cat" / "a.png").parents[1], Kind.DATASET),
-    "an adapter": (lambda at: adapter(at / "a.safetensors"), Kind.ADAPTER),
-    "an adapter of another name": (lambda at: adapter(at / "a.png"), Kind.ADAPTER),
-    "PEFT's folder": (lambda at: adapter(at / "p" / "adapter_model.safetensors").parent, Kind.ADAPTER),
-    "a model": (lambda at: model(at / "m.ckpt"), Kind.MODEL),
-    "a diffusers folder": (lambda at: folder(), Kind.MODEL),
-    "a cache": (lambda at: cache(at / "c"), Kind.CACHE),
-    "one kind of a cache": (lambda at: cache(at / "c") / "texts", Kind.CACHE),
-    "an entry of a cache": (lambda at: next(cache(at / "c").rglob("*.safetensors")), Kind.CACHE),
-    "a picture": (lambda at: picture(at / "a.png"), Kind.PICTURE),
-    "a picture of another name": (lambda at: picture(at / "a.png").rename(at / "a.safetensors"), Kind.PICTURE),
-    "a page called a picture": (lambda at: write(at / "a.jpg", "<html>no</html>"), Kind.PICTURE),
-    "a workflow for the server": (lambda at: write(at / "w.json", json.dumps(API)), Kind.WORKFLOW),
-    "a workflow of the editor": (lambda at: write(at / "w.json", json.dumps(EDITOR)), Kind.WORKFLOW),
-    "a plan": (lambda at: plan_file(), Kind.PLAN),
-    "a family": (lambda at: Path("sdxl"), Kind.FAMILY),
-    "a folder of adapters": (lambda at: adapter(at / "l" / "a.safetensors").parent, Kind.FILES),
-    "a run": (lambda at: write(at / "r" / "x-state" / "state.json", "{}").parents[1], Kind.RUN),
+MADE: dict[str, tuple[Callable[[Path], Path], PathKind]] = {
+    "our configuration": (lambda at: write(at / "a.toml", OURS), PathKind.CONFIG),
+    "another program's": (lambda at: write(at / "a.toml", KOHYA), PathKind.CONFIG),
+    "a command line": (
+        lambda at: write(at / "run.sh", "accelerate launch anima_train_network.py --x 1"),
+        PathKind.CONFIG,
+    ),
+    "a broken configuration": (lambda at: write(at / "a.toml", "[model\nx=1"), PathKind.CONFIG),
+    "a configuration by another ending": (lambda at: write(at / "a.txt", OURS), PathKind.CONFIG),
+    "a dataset's TOML": (lambda at: write(at / "a.toml", KOHYA_DATASET), PathKind.DATASET),
+    "a folder of pictures": (lambda at: picture(at / "d" / "a.png").parent, PathKind.DATASET),
+    "a folder of N_name folders": (lambda at: picture(at / "d" / "3_cat" / "a.png").parents[1], PathKind.DATASET),
+    "an adapter": (lambda at: adapter(at / "a.safetensors"), PathKind.ADAPTER),
+    "an adapter of another name": (lambda at: adapter(at / "a.png"), PathKind.ADAPTER),
+    "PEFT's folder": (lambda at: adapter(at / "p" / "adapter_model.safetensors").parent, PathKind.ADAPTER),
+    "a model": (lambda at: model(at / "m.ckpt"), PathKind.MODEL),
+    "a diffusers folder": (lambda at: get_pico_folder(), PathKind.MODEL),
+    "a cache": (lambda at: cache(at / "c"), PathKind.CACHE),
+    "one kind of a cache": (lambda at: cache(at / "c") / "texts", PathKind.CACHE),
+    "an entry of a cache": (lambda at: next(cache(at / "c").rglob("*.safetensors")), PathKind.CACHE),
+    "a picture": (lambda at: picture(at / "a.png"), PathKind.PICTURE),
+    "a picture of another name": (lambda at: picture(at / "a.png").rename(at / "a.safetensors"), PathKind.PICTURE),
+    "a page called a picture": (lambda at: write(at / "a.jpg", "<html>no</html>"), PathKind.PICTURE),
+    "a workflow for the server": (lambda at: write(at / "w.json", json.dumps(API)), PathKind.WORKFLOW),
+    "a workflow of the editor": (lambda at: write(at / "w.json", json.dumps(EDITOR)), PathKind.WORKFLOW),
+    "a plan": (lambda at: get_pico_plan_path(), PathKind.PLAN),
+    "a family": (lambda at: Path("sdxl"), PathKind.FAMILY),
+    "a folder of adapters": (lambda at: adapter(at / "l" / "a.safetensors").parent, PathKind.FILES),
+    "a run": (lambda at: write(at / "r" / "x-state" / "state.json", "{}").parents[1], PathKind.RUN),
 }
 
 
 @pytest.mark.parametrize("what", MADE)
 def test_what_a_path_is_is_found_by_looking(tmp_path: Path, what: str):
     made, kind = MADE[what]
-    assert kind_of(made(tmp_path)) is kind
+    assert detect_path_kind(made(tmp_path)) is kind
 
 
 OTHERS = {
@@ -115,14 +118,14 @@ def test_anything_else_is_called_what_it_is(tmp_path: Path, what: str):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(FileError) as raised:
-        kind_of(tmp_path / name)
+        detect_path_kind(tmp_path / name)
     assert raised.value.code == code and raised.value.remedy and str(tmp_path / name) in str(raised.value)
 
 
 def test_a_folder_of_nothing_says_what_is_in_it(tmp_path: Path):
     write(tmp_path / "a.md", "text")
     with pytest.raises(FileError) as raised:
-        kind_of(tmp_path)
+        detect_path_kind(tmp_path)
     assert raised.value.code == "FOLDER-UNKNOWN" and raised.value.evidence["holds"] == ["a.md"]
 
 
@@ -130,7 +133,7 @@ def test_a_folder_of_nothing_says_what_is_in_it(tmp_path: Path):
 def test_a_pipe_is_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "p")
     with pytest.raises(FileError) as raised:
-        kind_of(tmp_path / "p")
+        detect_path_kind(tmp_path / "p")
     assert raised.value.code == "FILE-NOT-REGULAR"
 
 
@@ -174,11 +177,11 @@ def test_a_model_that_is_not_there_is_wrong_usage_and_a_file_that_is_not_there_i
 
 def damaged(tmp_path: Path) -> Path:
     """A cache of two entries, one of them with a byte changed."""
-    from finitune.datasets.cache import Cache, Source
+    from finitune.datasets.cache import CacheSource, EncoderCache
 
-    shelf = Cache(tmp_path / "c", "texts", {"encoder": "x"})
+    shelf = EncoderCache(tmp_path / "c", "texts", {"encoder": "x"})
     for number in range(2):
-        shelf.put(Source.of(f"caption {number}", number), {"t": torch.randn(3)})
+        shelf.put(CacheSource.of(f"caption {number}", number), {"t": torch.randn(3)})
     file = sorted(shelf.folder.iterdir())[0]
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -193,7 +196,7 @@ def test_without_fix_what_can_be_mended_is_only_told(tmp_path: Path):
     assert report.exit_code == 1 and {f.code for f in report.findings} == {"CACHE-DAMAGED", "FIX-AVAILABLE"}
     refused = check.run(Request(paths=(place,), fix=True))
     assert {f.code for f in refused.findings} == {"CACHE-DAMAGED", "FIX-NOT-DONE"}, "nobody was there to be asked"
-    asked: list[Mending] = []
+    asked: list[FileFix] = []
     request = Request(paths=(place,), fix=True, ask=lambda mendings: bool(asked.extend(mendings)))
     assert "FIX-NOT-DONE" in {finding.code for finding in check.run(request).findings}
     assert len(asked) == 1 and {path: path.read_bytes() for path in place.rglob("*.safetensors*")} == before
@@ -220,7 +223,7 @@ def test_an_entry_that_was_taken_away_is_not_missed(tmp_path: Path):
 
 
 def test_a_change_that_fails_is_an_error_and_a_copy_is_never_written_over(tmp_path: Path):
-    from finitune.journeys.mending import mend
+    from finitune.verbs.check.fixes import apply_fixes
 
     def refuse() -> None:
         raise FileError("the disk is full", code="FILE-NOT-WRITTEN", remedy="Make room.")
@@ -228,10 +231,10 @@ def test_a_change_that_fails_is_an_error_and_a_copy_is_never_written_over(tmp_pa
     file = write(tmp_path / "a.txt", "one")
     write(tmp_path / "a.txt.orig", "the first")
     changes = [
-        Mending("A", file, "Write two", partial(write_text, file, "two")),
-        Mending("B", file, "Write three", refuse),
+        FileFix("A", file, "Write two", partial(write_text, file, "two")),
+        FileFix("B", file, "Write three", refuse),
     ]
-    told = mend(changes, Request(paths=(file,), fix=True, yes=True))
+    told = apply_fixes(changes, Request(paths=(file,), fix=True, yes=True))
     assert [finding.code for finding in told] == ["FIX-DONE", "FIX-FAILED"] and told[1].level is Level.ERROR
     assert (tmp_path / "a.txt.orig").read_text() == "the first" and (tmp_path / "a.txt.orig1").read_text() == "one"
     assert file.read_text() == "two"
@@ -240,32 +243,32 @@ def test_a_change_that_fails_is_an_error_and_a_copy_is_never_written_over(tmp_pa
 def test_the_page_has_each_path_and_what_to_see_to(tmp_path: Path):
     good, bad = adapter(tmp_path / "good.safetensors"), write(tmp_path / "bad.safetensors", "<html>")
     page = tmp_path / "findings.html"
-    report = check.run(Request(paths=(good, bad), html=page), Silent(), findings_page)
+    report = check.run(Request(paths=(good, bad), html=page), SilentProgress(), render_check_page)
     text = page.read_text()
     assert report.artifacts["html"] == str(page) and "FILE-HTML" in text and "What to see to" in text
     assert text.count("<details>") == 2 and "<script" not in text
-    one = findings_page([check.Section(good, Kind.ADAPTER, Report("check"))], Report("check"))
+    one = render_check_page([check.CheckSection(good, PathKind.ADAPTER, Report("check"))], Report("check"))
     assert "<details>" not in one
 
 
 def test_a_run_is_its_states_its_configuration_and_its_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from finitune.training.manifest import Manifest
-    from finitune.training.state import RunState, save_state
+    from finitune.training.checkpoint import RunState, save_run_state
+    from finitune.training.manifest import TrainingManifest
 
     run = tmp_path / "run"
     for step in (2, 4):
         state = RunState(step, 0, {"w": torch.randn(2, 2)}, {"state": {}, "param_groups": []})
-        save_state(run / f"x-step{step:08d}-state", state, Manifest("lora", {"w": (2, 2)}, "torch.AdamW"))
+        save_run_state(run / f"x-step{step:08d}-state", state, TrainingManifest("lora", {"w": (2, 2)}, "torch.AdamW"))
     adapter(run / "x.safetensors")
     write(run / "config.toml", OURS)
     looked: list[Path] = []
-    monkeypatch.setitem(check.CHECKS, Kind.CONFIG, ("check_run", "check_run"))
-    monkeypatch.setattr("finitune.journeys.check_run.state_folders", lambda path: looked.append(path) or [])
+    monkeypatch.setitem(check.CHECKERS_BY_KIND, PathKind.CONFIG, ("check_run", "check_run"))
+    monkeypatch.setattr("finitune.verbs.check.run_folder.iterate_state_folders", lambda path: looked.append(path) or [])
     check.run(Request(paths=(run,)))
     assert looked == [run, run / "config.toml"]
     monkeypatch.undo()
     (run / "x-step00000004-state" / "tensors.safetensors").write_bytes(b"damaged")
-    monkeypatch.setitem(check.CHECKS, Kind.CONFIG, ("check_run", "check_plan"))
+    monkeypatch.setitem(check.CHECKERS_BY_KIND, PathKind.CONFIG, ("check_run", "check_plan"))
     report = check.run(Request(paths=(run,)))
     figures = report.figures["checked"]
     assert isinstance(figures, dict) and list(figures) == [
@@ -283,9 +286,9 @@ def test_a_run_is_its_states_its_configuration_and_its_adapters(tmp_path: Path, 
 
 
 def test_a_plan_is_read_and_compared_with_the_model_that_is_named(tmp_path: Path):
-    report = check.run(Request(paths=(plan_file(),), model="pico-anima"))
+    report = check.run(Request(paths=(get_pico_plan_path(),), model="pico-anima"))
     assert report.ok and report.tables[0].title == "lines"
     save_tensors(tmp_path / "x.safetensors", {"a": torch.ones(1)})
-    other = write(tmp_path / "p.toml", plan_file().read_text().replace('fingerprint = "', 'fingerprint = "0'))
+    other = write(tmp_path / "p.toml", get_pico_plan_path().read_text().replace('fingerprint = "', 'fingerprint = "0'))
     report = check.run(Request(paths=(other,), model="pico-anima"))
     assert [finding.code for finding in report.findings] == ["PLAN-OTHER-CHECKPOINT"] and report.exit_code == 1

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finitune.files import scan as scanning
-from finitune.files.halving import Halving, Loss, loss_of, loss_slowly
-from finitune.files.scan import scan
+from finitune.files.fp16_loss import Fp16Loss, Fp16LossCounter, count_fp16_loss, count_fp16_loss_slowly
+from finitune.files.scan import scan_ranges
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
-from finitune.journeys import check
-from finitune.journeys.checks import Request
 from finitune.models.anima.load import load_folder, save_three_files
-from finitune.models.pico import folder
+from finitune.models.pico import get_pico_folder
 from finitune.report import Finding, Level, Report
+from finitune.verbs import check
+from finitune.verbs.check.request import Request
 
 EIGHT = torch.float8_e4m3fn
 
@@ -42,7 +42,7 @@ def noise(*shape: int, scale: float = 0.02) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("three")
-    save_three_files(load_folder(folder()), place)
+    save_three_files(load_folder(get_pico_folder()), place)
     return place
 
 
@@ -58,23 +58,23 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_fp16_loses_is_what_the_slow_twin_finds(dtype: torch.dtype, binade: int, seed: int):
     x = (torch.randn(500, generator=torch.Generator().manual_seed(seed)) * 2.0**binade).to(dtype)
     x[::7], x[3], x[4] = 0, math.inf, math.nan
-    assert loss_of(x) == loss_slowly(x)
+    assert count_fp16_loss(x) == count_fp16_loss_slowly(x)
 
 
 def test_known_losses():
     values = torch.tensor([1.0, 0.0, 2.0**-14, 2.0**-24, 2.0**-26, 1.5 * 2.0**-24, -(1 + 2.0**-7) * 2.0**-17, 1e6])
-    assert loss_of(values.bfloat16()) == Loss(size=8, flushed=1, worn=1)
+    assert count_fp16_loss(values.bfloat16()) == Fp16Loss(size=8, flushed=1, worn=1)
     exact = torch.tensor([-(1 + 2.0**-7) * 2.0**-17, 2.0**-20])
-    assert loss_of(exact.bfloat16()) == Loss(size=2), "bf16 is kept whole down to 2**-17"
+    assert count_fp16_loss(exact.bfloat16()) == Fp16Loss(size=2), "bf16 is kept whole down to 2**-17"
 
 
 def test_pieces_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scanning, "PIECE_BYTES", 64)
+    monkeypatch.setattr(scanning, "SCAN_PIECE_BYTES", 64)
     tensors = {"a": noise(40, 9, scale=1e-6).bfloat16(), "b": noise(7, 13, scale=1e-7), "c": noise(3, 3).half()}
     save_tensors(tmp_path / "m.safetensors", tensors)
-    halving = Halving()
-    scan(TensorFile(tmp_path / "m.safetensors"), look=halving)
-    assert halving.losses == {name: loss_slowly(tensors[name]) for name in "ab"}
+    halving = Fp16LossCounter()
+    scan_ranges(TensorFile(tmp_path / "m.safetensors"), look=halving)
+    assert halving.losses == {name: count_fp16_loss_slowly(tensors[name]) for name in "ab"}
     assert halving.losses["a"].lost > 0
 
 
@@ -84,7 +84,7 @@ def test_small_weights_are_counted_and_judged_by_the_worst_tensor(tmp_path: Path
     assert found.level is Level.WARNING and found.subject == "b.weight"
     exact = (tiny.half().float() - tiny.float()).norm() / tiny.float().norm()
     assert found.evidence["relative_error"] == pytest.approx(float(exact), rel=1e-4)
-    assert found.evidence["numbers"] == (loss_slowly(usual) + loss_slowly(tiny)).lost
+    assert found.evidence["numbers"] == (count_fp16_loss_slowly(usual) + count_fp16_loss_slowly(tiny)).lost
     harmless = by_code(checked(tmp_path / "n.safetensors", {"a.weight": noise(200, 200).bfloat16()}))
     assert harmless["WEIGHTS-LOST-IN-FP16"].level is Level.NOTE
 
@@ -168,7 +168,7 @@ def test_scales_of_8_bit_weights_are_there_or_missed(tmp_path: Path):
 
 
 def test_a_vae_in_the_place_of_the_denoiser_and_the_other_way_round(tmp_path: Path, three: Path):
-    shutil.copytree(folder(), tmp_path / "m")
+    shutil.copytree(get_pico_folder(), tmp_path / "m")
     weights = tmp_path / "m" / "transformer" / "diffusion_pytorch_model.safetensors"
     shutil.copy(tmp_path / "m" / "vae" / "diffusion_pytorch_model.safetensors", weights)
     found = by_code(check.run(Request(paths=(tmp_path / "m",))))["MODEL-WRONG-PART"]
@@ -182,13 +182,13 @@ def test_a_vae_in_the_place_of_the_denoiser_and_the_other_way_round(tmp_path: Pa
 
 
 def test_parts_that_are_missing_are_named(tmp_path: Path, three: Path):
-    shutil.copytree(folder(), tmp_path / "m", ignore=shutil.ignore_patterns("vae", "scheduler"))
+    shutil.copytree(get_pico_folder(), tmp_path / "m", ignore=shutil.ignore_patterns("vae", "scheduler"))
     found = by_code(check.run(Request(paths=(tmp_path / "m",))))["MODEL-PARTS-MISSING"]
     assert found.evidence["missing"] == ["scheduler", "vae"] and found.level is Level.ERROR
     bare = {name: t for name, t in TensorFile(three / "anima.safetensors").tensors() if "llm_adapter" not in name}
     report = checked(tmp_path / "anima.safetensors", bare)
     assert by_code(report)["MODEL-PARTS-MISSING"].evidence["missing"] == ["text_conditioner"]
-    assert "MODEL-PARTS-MISSING" not in by_code(check.run(Request(paths=(folder(),))))
+    assert "MODEL-PARTS-MISSING" not in by_code(check.run(Request(paths=(get_pico_folder(),))))
 
 
 def test_a_file_of_two_spellings_is_told(tmp_path: Path, three: Path):

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from finitune.datasets.captions_read import LARGEST_CAPTION
-from finitune.device.rules.variables import broken_allocator
+from finitune.datasets.captions_read import MAX_CAPTION_BYTES
 from finitune.files.writer import save_tensors
-from finitune.journeys import check, doctor
+from finitune.machine.rules.variables import find_broken_allocator
 from finitune.report import Level, Report
+from finitune.verbs import check, doctor
 
 
 def checked(*paths: Path, **options: object) -> Report:
@@ -65,9 +65,9 @@ def test_utf_16_without_a_mark_is_still_guessed(tmp_path: Path):
 
 def test_a_caption_of_megabytes_is_refused_unread(tmp_path: Path):
     picture(tmp_path / "a.png")
-    (tmp_path / "a.txt").write_bytes(b"x" * (LARGEST_CAPTION + 1))
+    (tmp_path / "a.txt").write_bytes(b"x" * (MAX_CAPTION_BYTES + 1))
     assert list(subjects(checked(tmp_path), "CAPTION-TOO-LARGE")) == [str(tmp_path / "a.txt")]
-    (tmp_path / "a.txt").write_bytes(b"x" * LARGEST_CAPTION)
+    (tmp_path / "a.txt").write_bytes(b"x" * MAX_CAPTION_BYTES)
     assert checked(tmp_path).ok
 
 
@@ -127,7 +127,7 @@ def test_a_card_on_which_fp16_goes_wrong_comes_with_what_is_right():
 def test_settings_at_which_torch_aborts_are_told_before_it_is_imported(
     monkeypatch: pytest.MonkeyPatch, settings: str, part: str | None
 ):
-    assert broken_allocator({"PYTORCH_CUDA_ALLOC_CONF": settings}) == (
+    assert find_broken_allocator({"PYTORCH_CUDA_ALLOC_CONF": settings}) == (
         ("PYTORCH_CUDA_ALLOC_CONF", part) if part else None
     )
     if part:

@@ -13,11 +13,11 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from finitune.generation.picture import save_picture
-from finitune.generation.provenance import a1111, graph, made_by
-from finitune.journeys import check
-from finitune.journeys.check_picture import EXIF_IFD, USER_COMMENT
-from finitune.journeys.checks import Request
+from finitune.generation.provenance import parse_a1111_parameters, parse_comfyui_json, read_picture_provenance
 from finitune.report import Finding, Level, Report
+from finitune.verbs import check
+from finitune.verbs.check.picture import EXIF_IFD_TAG, EXIF_USER_COMMENT_TAG
+from finitune.verbs.check.request import Request
 
 A1111 = """red apple, <lora:shiny:0.8>
 Negative prompt: text
@@ -95,7 +95,7 @@ def test_the_line_of_a1111_is_read_from_png_and_from_exif(tmp_path: Path):
     assert report.figures["settings"] == wanted
     assert list(report.figures["files"]) == ["dreamy.safetensors", "kl-f8.ckpt", "shiny.safetensors"]  # type: ignore[call-overload]
     exif = Image.Exif()
-    exif.get_ifd(EXIF_IFD)[USER_COMMENT] = b"UNICODE\0" + A1111.encode("utf-16-be")
+    exif.get_ifd(EXIF_IFD_TAG)[EXIF_USER_COMMENT_TAG] = b"UNICODE\0" + A1111.encode("utf-16-be")
     Image.effect_noise((64, 64), 80).convert("RGB").save(tmp_path / "a.jpg", exif=exif)
     report = checked(tmp_path / "a.jpg")
     assert report.figures["settings"] == wanted
@@ -170,13 +170,15 @@ JSON = st.recursive(
 @given(JSON)
 def test_no_graph_of_whatever_shape_stops_the_reading(document):
     text = json.dumps(document)
-    found = graph(text)
+    found = parse_comfyui_json(text)
     assert found is None or isinstance(found.files, tuple)
-    assert made_by({"prompt": text, "parameters": text, "finitune": text}) is None or isinstance(document, dict)
+    assert read_picture_provenance({"prompt": text, "parameters": text, "finitune": text}) is None or isinstance(
+        document, dict
+    )
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.text(max_size=60))
 def test_no_line_of_whatever_text_stops_the_reading(text: str):
-    made = a1111(f"{text}\nSteps: 3, Size: {text}, CFG scale: {text}")
+    made = parse_a1111_parameters(f"{text}\nSteps: 3, Size: {text}, CFG scale: {text}")
     assert made is None or made.program.startswith("A1111")

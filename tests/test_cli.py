@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from finitune import __version__
-from finitune.cli import VERBS, main
+from finitune.cli import CLI_VERBS, main
 from finitune.errors import FileError, UsageError
 from finitune.report import Level, Report
 
@@ -74,7 +74,7 @@ def journey(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Journey], list[An
             rest[-1].start("stage", 1)  # every journey is handed a progress, last
             return run()
 
-        monkeypatch.setattr(importlib.import_module(f"finitune.journeys.{verb}"), "run", watched)
+        monkeypatch.setattr(importlib.import_module(f"finitune.verbs.{verb}"), "run", watched)
         return requests
 
     return replace
@@ -92,14 +92,14 @@ def defaults(verb: Callable[..., Any]) -> dict[str, object]:
     return {name: MISSING if default is inspect.Parameter.empty else default for name, default in found.items()}
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+@pytest.mark.parametrize("verb", CLI_VERBS, ids=lambda verb: verb.__name__)
 def test_options_are_those_and_no_others(verb: Callable[..., Any]):
     assert set(defaults(verb)) == OPTIONS[verb.__name__]
 
 
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+@pytest.mark.parametrize("verb", CLI_VERBS, ids=lambda verb: verb.__name__)
 def test_defaults_are_the_journeys_own(verb: Callable[..., Any]):
-    request = importlib.import_module(f"finitune.journeys.{verb.__name__}").Request
+    request = importlib.import_module(f"finitune.verbs.{verb.__name__}").Request
     own = {field.name: field.default for field in fields(request)}
     assert {name: own[name] for name in defaults(verb)} == defaults(verb)
 
@@ -236,7 +236,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.strip() == __version__
     assert main(["--help"]) == 0 and main([]) == 0
     text = capsys.readouterr().out
-    assert all(verb.__name__.replace("_", "-") in text for verb in VERBS)
+    assert all(verb.__name__.replace("_", "-") in text for verb in CLI_VERBS)
     assert main(["generate", "--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in text for name in OPTIONS["generate"] - {"model"} | {"json", "debug"})
@@ -247,7 +247,7 @@ def test_help_imports_nothing_heavy():
         "import sys\n"
         "from finitune.cli import main\n"
         "assert main(['generate', '--help']) == 0 and main(['--help']) == 0\n"
-        "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'PIL', 'safetensors', 'finitune.journeys'}\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'PIL', 'safetensors', 'finitune.verbs'}\n"
         "sys.exit(' '.join(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

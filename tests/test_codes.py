@@ -14,11 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripts import make_codes
 
-from finitune.codes import AREAS, Page, file_of, page_of, pages, pages_of, spelled
-from finitune.journeys import explain
+from finitune.codes import (
+    CODE_AREAS,
+    CodePage,
+    get_area_file,
+    normalise_code,
+    parse_code_page,
+    read_area_pages,
+    read_code_pages,
+)
 from finitune.report import Level
+from finitune.verbs import explain
 
-PAGES = pages()
+PAGES = read_code_pages()
 CODES = st.sampled_from(sorted(PAGES))
 LONGEST_TITLE = 90
 LONGEST_PAGE = 800
@@ -45,18 +53,18 @@ def test_levels_are_those_that_the_source_tells(told: dict[str, set[str]]):
 
 
 def test_a_code_has_one_page():
-    counts = Counter(page.code for area in AREAS for page in pages_of(area))
+    counts = Counter(page.code for area in CODE_AREAS for page in read_area_pages(area))
     assert counts == dict.fromkeys(PAGES, 1)
 
 
 def test_every_file_is_an_area():
-    folder = file_of("files").parent
-    assert {path.stem for path in folder.glob("*.toml")} == set(AREAS)
+    folder = get_area_file("files").parent
+    assert {path.stem for path in folder.glob("*.toml")} == set(CODE_AREAS)
 
 
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
-def test_a_page_is_whole_and_short(page: Page):
-    assert spelled(page.code) == page.code
+def test_a_page_is_whole_and_short(page: CodePage):
+    assert normalise_code(page.code) == page.code
     assert page.title and len(page.title) <= LONGEST_TITLE and not page.title.endswith(".")
     assert page.level and set(page.level) <= {level.value for level in Level}
     assert set(page.see) <= set(PAGES) - {page.code}
@@ -68,7 +76,7 @@ def test_a_page_is_whole_and_short(page: Page):
 
 
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
-def test_a_page_is_plain_markdown(page: Page):
+def test_a_page_is_plain_markdown(page: CodePage):
     for text in (page.title, page.means, page.found, page.do):
         assert text.count("`") % 2 == 0
         assert not re.search(r"[<>|*]|\]\(", re.sub(r"`[^`]*`", "", text))
@@ -77,10 +85,10 @@ def test_a_page_is_plain_markdown(page: Page):
 def test_commands_that_pages_name_are_ours():
     from cyclopts import App
 
-    from finitune.cli.verbs import VERBS
+    from finitune.cli.verbs import CLI_VERBS
 
     app, options = App(), {}
-    for verb in VERBS:
+    for verb in CLI_VERBS:
         name = verb.__name__.replace("_", "-")
         app.command(verb)
         arguments = app[name].assemble_argument_collection()
@@ -155,11 +163,11 @@ def test_half_a_word_is_no_beginning():
 
 def test_a_page_with_an_unknown_or_a_missing_key_is_refused():
     entry = dict.fromkeys(("title", "means", "found", "do"), "x") | {"level": ["note"]}
-    assert page_of("X", "files", entry).level == ("note",)
+    assert parse_code_page("X", "files", entry).level == ("note",)
     with pytest.raises(TypeError):
-        page_of("X", "files", entry | {"remedy": "x"})
+        parse_code_page("X", "files", entry | {"remedy": "x"})
     with pytest.raises(TypeError):
-        page_of("X", "files", {name: text for name, text in entry.items() if name != "do"})
+        parse_code_page("X", "files", {name: text for name, text in entry.items() if name != "do"})
 
 
 def test_a_report_of_a_page_is_json():
@@ -170,7 +178,7 @@ def test_a_report_of_a_page_is_json():
 def test_the_pages_are_read_without_heavy_imports():
     program = (
         "import sys\n"
-        "from finitune.journeys import explain\n"
+        "from finitune.verbs import explain\n"
         "assert explain.run(explain.Request(code='FITS')).ok\n"
         "heavy = {'torch', 'PIL', 'numpy', 'rich', 'diffusers', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import tomlkit
 
-from finitune.adapters import ALGORITHMS
-from finitune.config.conflicts import RULES, conflicts
-from finitune.config.conflicts_model import ADDITIVE, BLOCKED, RANKED
-from finitune.config.init import commented
-from finitune.config.read import dump, read_config, validate
-from finitune.config.rule import NO_EFFECT, Rule
+from finitune.adapters import ADAPTER_ALGORITHMS
+from finitune.config.config_rule import NO_EFFECT_CODE, ConfigRule
+from finitune.config.conflicts import CONFIG_RULES, find_config_conflicts
+from finitune.config.conflicts_model import ALPHA_SCALED_ALGORITHMS, BLOCK_SIZE_ALGORITHMS, DORA_ALGORITHMS
+from finitune.config.read import dump_config, read_train_config, validate_config
 from finitune.config.schema import TrainConfig
+from finitune.config.template import build_config_template
 from finitune.report import Finding, Level
-from finitune.training.optimizer_names import SELF_TUNED as TRULY_SELF_TUNED
+from finitune.training.optimizer_names import SELF_TUNING_OPTIMIZERS as TRULY_SELF_TUNED
 from tests.conflict_cases import CASES as SETTINGS
 from tests.conflict_cases_data import CASES as DATA
 
@@ -42,26 +42,26 @@ def config_of(*assignments: str) -> TrainConfig:
             home.pop(option, None)
         else:
             home[option or section] = tomlkit.value(value).unwrap()
-    return validate(document)[0]
+    return validate_config(document)[0]
 
 
-def key(rule: Rule | Finding) -> tuple[str, str]:
+def key(rule: ConfigRule | Finding) -> tuple[str, str]:
     return rule.code, rule.subject
 
 
 def found(config: TrainConfig) -> dict[tuple[str, str], Finding]:
-    return {key(finding): finding for finding in conflicts(config)}
+    return {key(finding): finding for finding in find_config_conflicts(config)}
 
 
 def test_every_rule_has_a_case_and_every_case_a_rule():
-    keys = [key(rule) for rule in RULES]
+    keys = [key(rule) for rule in CONFIG_RULES]
     assert len(keys) == len(set(keys))
     assert {(code, subject) for code, subject, _, _ in CASES} == set(keys)
 
 
 @pytest.mark.parametrize(("code", "subject", "trigger", "cure"), CASES, ids=[f"{c}-{s}" for c, s, _, _ in CASES])
 def test_a_rule_speaks_where_it_should_and_its_cure_silences_it(code: str, subject: str, trigger: str, cure: str):
-    rule = next(rule for rule in RULES if key(rule) == (code, subject))
+    rule = next(rule for rule in CONFIG_RULES if key(rule) == (code, subject))
     finding = rule.finding(config_of(trigger))
     assert finding is not None and finding.level is rule.level
     assert "{" not in finding.message + finding.remedy
@@ -70,38 +70,40 @@ def test_a_rule_speaks_where_it_should_and_its_cure_silences_it(code: str, subje
 
 
 def test_a_plain_configuration_has_no_conflicts():
-    assert [key(finding) for finding in conflicts(config_of())] == [("SAVED-ONCE", "saving.save_every_n_steps")]
+    assert [key(finding) for finding in find_config_conflicts(config_of())] == [
+        ("SAVED-ONCE", "saving.save_every_n_steps")
+    ]
 
 
 def test_everything_written_out_is_as_silent_as_what_is_left_out():
     config = config_of()
-    written, _ = validate(tomlkit.parse(dump(config)).unwrap())
-    assert conflicts(written) == conflicts(config)
+    written, _ = validate_config(tomlkit.parse(dump_config(config)).unwrap())
+    assert find_config_conflicts(written) == find_config_conflicts(config)
 
 
 def test_the_commented_example_has_nothing_worse_than_a_note(tmp_path: Path):
     path = tmp_path / "train.toml"
-    path.write_text(commented(), encoding="utf-8")
-    assert {finding.level for finding in conflicts(read_config(path).config)} <= {Level.NOTE}
+    path.write_text(build_config_template(), encoding="utf-8")
+    assert {finding.level for finding in find_config_conflicts(read_train_config(path).config)} <= {Level.NOTE}
 
 
 def test_errors_come_first():
-    levels = [f.level for f in conflicts(config_of("network.factor = 4; objective.masked_loss = true"))]
+    levels = [f.level for f in find_config_conflicts(config_of("network.factor = 4; objective.masked_loss = true"))]
     assert levels == [Level.ERROR, Level.WARNING, Level.NOTE]
 
 
 def test_no_effect_is_a_warning_and_names_the_option():
-    for rule in RULES:
-        if rule.code == NO_EFFECT:
+    for rule in CONFIG_RULES:
+        if rule.code == NO_EFFECT_CODE:
             assert rule.level is Level.WARNING
             assert rule.subject.rpartition(".")[2] in rule.message and "has no effect" in rule.message
 
 
 def test_the_kinds_of_algorithms_are_those_of_the_algebra():
-    additive = {algorithm.name for algorithm in ALGORITHMS if algorithm.additive}
-    assert set(ADDITIVE) == additive - {"norm"}
-    names = {algorithm.name for algorithm in ALGORITHMS}
-    assert {*RANKED, *BLOCKED} <= names
+    additive = {algorithm.name for algorithm in ADAPTER_ALGORITHMS if algorithm.additive}
+    assert set(DORA_ALGORITHMS) == additive - {"norm"}
+    names = {algorithm.name for algorithm in ADAPTER_ALGORITHMS}
+    assert {*ALPHA_SCALED_ALGORITHMS, *BLOCK_SIZE_ALGORITHMS} <= names
 
 
 @pytest.mark.parametrize("name", sorted(TRULY_SELF_TUNED))
@@ -127,7 +129,7 @@ def test_rank_stabilised_scales_are_told_by_the_root():
 
 def test_inherited_options_are_told_with_all_places():
     finding = found(config_of("general.keep_tokens = 2; datasets.datasets = [{subsets = [{}, {}]}, {subsets = [{}]}]"))[
-        (NO_EFFECT, "datasets.subsets.keep_tokens")
+        (NO_EFFECT_CODE, "datasets.subsets.keep_tokens")
     ]
     places = "datasets[0].subsets[0], datasets[0].subsets[1], datasets[1].subsets[0]"
     assert finding.evidence == {"where": places} and places in finding.message
@@ -135,7 +137,7 @@ def test_inherited_options_are_told_with_all_places():
 
 def test_a_lower_level_counts_for_data_rules():
     config = config_of("general.keep_tokens = 2; subset.shuffle_caption = true")
-    assert (NO_EFFECT, "datasets.subsets.keep_tokens") not in found(config)
+    assert (NO_EFFECT_CODE, "datasets.subsets.keep_tokens") not in found(config)
 
 
 MYTHS = (
@@ -151,4 +153,4 @@ MYTHS = (
 
 @pytest.mark.parametrize("settings", MYTHS)
 def test_what_people_wrongly_forbid_is_no_conflict(settings: str):
-    assert conflicts(config_of(settings)) == conflicts(config_of())
+    assert find_config_conflicts(config_of(settings)) == find_config_conflicts(config_of())

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from finitune.config.datasets import Dataset, DatasetOptions, Subset, flattened
-from finitune.config.read import Loaded, faults, read_config, validate
-from finitune.config.text import key_lines, read_toml
+from finitune.config.datasets import Dataset, DatasetOptions, Subset, resolve_datasets
+from finitune.config.read import LoadedConfig, find_config_faults, read_train_config, validate_config
+from finitune.config.toml_text import iterate_key_lines, read_toml
 from finitune.errors import FileError, FinituneError, UsageError
 from finitune.report import Finding, Level
 
@@ -17,10 +17,10 @@ BASE = '[model]\npretrained_model_name_or_path = "pico-anima"\n[saving]\noutput_
 LINES = BASE.count("\n")
 
 
-def loaded(folder: Path, text: str | bytes, name: str = "train.toml") -> Loaded:
+def loaded(folder: Path, text: str | bytes, name: str = "train.toml") -> LoadedConfig:
     path = folder / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return read_config(path)
+    return read_train_config(path)
 
 
 def refusal(folder: Path, text: str | bytes, name: str = "train.toml") -> FinituneError:
@@ -82,9 +82,9 @@ def test_a_document_of_python_may_have_sections_paths_and_none():
         "general": DatasetOptions(num_repeats=3),
         "datasets": [Dataset(subsets=(Subset(image_dir=Path("a")),))],
     }
-    config, findings = validate(document)
+    config, findings = validate_config(document)
     assert not findings and config.model.vae is None
-    assert [subset.num_repeats for dataset in flattened(config) for subset in dataset.subsets] == [3]
+    assert [subset.num_repeats for dataset in resolve_datasets(config) for subset in dataset.subsets] == [3]
     assert not config.datasets[0].subsets[0].model_fields_set - {"image_dir"}
 
 
@@ -192,12 +192,12 @@ def test_all_faults_are_told_at_once_in_the_order_of_the_file(tmp_path: Path):
 def test_faults_are_there_for_a_checker(tmp_path: Path):
     (tmp_path / "c.toml").write_text(BASE + "[network]\nnetwork_dim = 'eight'\n", encoding="utf-8")
     written = read_toml(tmp_path / "c.toml")
-    (fault,) = faults(written.document, "c.toml", written.locate)
+    (fault,) = find_config_faults(written.document, "c.toml", written.locate)
     assert isinstance(fault, Finding) and fault.level is Level.ERROR
     assert fault.subject == f"c.toml:{LINES + 2}: network.network_dim"
     expected = {"value": "eight", "expected": "a whole number of at least 1", "line": LINES + 2}
     assert expected.items() <= fault.evidence.items()
-    assert not faults({"model": {"pretrained_model_name_or_path": "x"}, "saving": {"output_dir": "x"}})
+    assert not find_config_faults({"model": {"pretrained_model_name_or_path": "x"}, "saving": {"output_dir": "x"}})
 
 
 def test_what_is_missing_is_told_with_what_to_write(tmp_path: Path):
@@ -269,7 +269,7 @@ def test_a_misspelled_model_table_is_still_ours(tmp_path: Path):
 def test_a_file_that_is_not_there_and_a_folder_are_file_errors(tmp_path: Path):
     for path, code in ((tmp_path / "none.toml", "FILE-MISSING"), (tmp_path, "FILE-IS-FOLDER")):
         with pytest.raises(FileError) as caught:
-            read_config(path)
+            read_train_config(path)
         assert caught.value.code == code
 
 
@@ -278,7 +278,7 @@ def test_lines_of_keys_are_found_through_strings_comments_and_lists():
         '# [not.a.table]\n[a] # comment [b]\nx = [ # ]\n  1,\n]\n\'q.r\' = """\n[no]\ny = 1\n"""\nu.v = \'#\'\n\n'
         "[[list]]\nz = {w = 1}\n[list.inner]\ns = ''\n[[list]]\n[[list.deep]]\nend = 1\n"
     )
-    lines = dict(key_lines(text))
+    lines = dict(iterate_key_lines(text))
     assert lines == {
         ("a",): 2,
         ("a", "x"): 3,

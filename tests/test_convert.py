@@ -11,27 +11,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.adapters import ALGORITHMS, algorithm_of
-from finitune.adapters.convert import Exactness, as_lora
+from finitune.adapters import ADAPTER_ALGORITHMS, find_algorithm
+from finitune.adapters.convert import Exactness, convert_adapter_to_lora
 from finitune.adapters.core import AdapterSet, Magnitude, SiteAdapter, Target
-from finitune.adapters.difference import change_error
-from finitune.adapters.weight import adapted_bias, weight_delta
+from finitune.adapters.difference import compute_change_error
+from finitune.adapters.weight import compute_adapted_bias, compute_weight_delta
 from finitune.errors import AdapterError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
-from finitune.journeys.convert import Request, run
-from finitune.models import MODELS, ModelSpec
-from finitune.namings.hashes import kohya_hashes
-from finitune.namings.metadata import block_maps_applied
+from finitune.models import MODEL_FAMILIES, ModelSpec
+from finitune.namings.hashes import compute_kohya_hashes
+from finitune.namings.metadata import read_applied_block_maps
 from finitune.namings.read import read_adapter
 from finitune.namings.write import write_adapter
 from finitune.report import Report
+from finitune.verbs.convert import Request, run
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "adapters"
-ANIMA = next(family for family in MODELS if family.name == "anima")
+ANIMA = next(family for family in MODEL_FAMILIES if family.name == "anima")
 Q = "transformer.transformer_blocks.0.attn1.to_q"
 
-ADDITIVE = tuple(a.name for a in ALGORITHMS if a.additive and a.name not in ("norm", "tlora"))
+ADDITIVE = tuple(a.name for a in ADAPTER_ALGORITHMS if a.additive and a.name not in ("norm", "tlora"))
 SHAPES = ((12, 8), (6, 10), (8, 6, 3, 3))
 
 
@@ -39,13 +39,13 @@ def random_site(name: str, shape: tuple[int, ...], seed: int = 0, alpha: float |
     """An adapter of that shape with every tensor drawn at random."""
     generator = torch.Generator().manual_seed(seed)
     target = Target(torch.randn(shape, generator=generator), 2, alpha, options)
-    site = algorithm_of(name).init(target, generator)
+    site = find_algorithm(name).init(target, generator)
     tensors = {role: torch.randn(tensor.shape, generator=generator) for role, tensor in site.tensors.items()}
     return replace(site, tensors=tensors)
 
 
 def delta(site: SiteAdapter, shape: tuple[int, ...]) -> torch.Tensor:
-    return algorithm_of(site.algorithm).delta(site, torch.zeros(shape, dtype=torch.float64))
+    return find_algorithm(site.algorithm).delta(site, torch.zeros(shape, dtype=torch.float64))
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -62,10 +62,10 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 )
 def test_a_lora_of_enough_rank_is_the_same_change(name, shape, tucker, seed, alpha):
     site = random_site(name, shape, seed, alpha, use_tucker=tucker)
-    converted = as_lora(site, shape)
+    converted = convert_adapter_to_lora(site, shape)
     assert converted.adapter.algorithm == "lora"
     assert converted.klass is not Exactness.LOSSY
-    algorithm_of("lora").check(converted.adapter, shape)
+    find_algorithm("lora").check(converted.adapter, shape)
     assert relative(delta(converted.adapter, shape), delta(site, shape)) < 1e-6
 
 
@@ -74,7 +74,7 @@ def test_a_lora_of_enough_rank_is_the_same_change(name, shape, tucker, seed, alp
 def test_a_cut_states_its_true_error_and_is_the_best(name, shape, seed):
     site = random_site(name, shape, seed)
     whole = delta(site, shape)
-    converted = as_lora(site, shape, rank=1)
+    converted = convert_adapter_to_lora(site, shape, rank=1)
     values = torch.linalg.svdvals(whole.flatten(1))
     best = float(values[1:].norm() / values.norm())
     assert converted.adapter.tensors["down"].shape[0] == 1
@@ -86,9 +86,9 @@ def test_a_cut_states_its_true_error_and_is_the_best(name, shape, seed):
 def test_lokr_is_the_kronecker_product_never_the_matrix_product_lyc_03():
     """Two square factors of one size multiply to a legal matrix, but of the wrong layer."""
     site = SiteAdapter("lokr", {"w1": torch.randn(4, 4), "w2": torch.randn(4, 4)}, 4.0)
-    converted = as_lora(site)
+    converted = convert_adapter_to_lora(site)
     kron = torch.kron(site.tensors["w1"].double(), site.tensors["w2"].double())
-    assert algorithm_of("lora").shape(converted.adapter) == (16, 16)
+    assert find_algorithm("lora").shape(converted.adapter) == (16, 16)
     assert relative(delta(converted.adapter, (16, 16)), kron) < 1e-6
 
 
@@ -100,21 +100,21 @@ def test_lokr_is_exact_from_the_product_of_the_ranks_on_lyc_03(rank, lossless):
         "w2_a": torch.randn(8, 2),
         "w2_b": torch.randn(2, 8),
     }
-    converted = as_lora(SiteAdapter("lokr", tensors, 2.0), rank=rank)
+    converted = convert_adapter_to_lora(SiteAdapter("lokr", tensors, 2.0), rank=rank)
     assert (converted.klass is Exactness.GROWING) is lossless
     assert (converted.error < 1e-6) is lossless
 
 
 def test_a_lora_that_fits_is_left_alone():
     site = random_site("lora", (12, 8))
-    converted = as_lora(site, (12, 8), rank=2)
+    converted = convert_adapter_to_lora(site, (12, 8), rank=2)
     assert converted.adapter is site
     assert (converted.klass, converted.error) == (Exactness.LOSSLESS, 0.0)
 
 
 def test_a_core_is_written_out_exactly():
     shape = (8, 6, 3, 3)
-    converted = as_lora(random_site("lora", shape, use_tucker=True), shape)
+    converted = convert_adapter_to_lora(random_site("lora", shape, use_tucker=True), shape)
     assert converted.klass is Exactness.EXACT
     assert "mid" not in converted.adapter.tensors
 
@@ -123,32 +123,32 @@ def test_biases_and_magnitudes_go_along():
     shape, base = (12, 8), torch.randn(12, 8, dtype=torch.float64)
     magnitude = Magnitude(torch.rand(12) + 0.5)
     site = replace(random_site("loha", shape), magnitude=magnitude).with_tensors(diff_b=torch.ones(12))
-    converted = as_lora(site, shape).adapter
+    converted = convert_adapter_to_lora(site, shape).adapter
     assert converted.magnitude is magnitude
     assert torch.equal(converted.tensors["diff_b"], torch.ones(12))
-    assert relative(weight_delta(base, converted), weight_delta(base, site)) < 1e-6
+    assert relative(compute_weight_delta(base, converted), compute_weight_delta(base, site)) < 1e-6
 
 
 def test_a_scaled_bias_keeps_its_strength():
     site = random_site("lora", (12, 8), alpha=1.0).with_tensors(up_bias=torch.ones(12))
-    converted = as_lora(site, (12, 8), rank=1).adapter
-    bias = algorithm_of("lora").bias_delta(converted, None)
+    converted = convert_adapter_to_lora(site, (12, 8), rank=1).adapter
+    bias = find_algorithm("lora").bias_delta(converted, None)
     assert bias is not None
     assert torch.allclose(bias, torch.full((12,), 0.5, dtype=bias.dtype))
 
 
-@pytest.mark.parametrize("name", [a.name for a in ALGORITHMS if not a.additive])
+@pytest.mark.parametrize("name", [a.name for a in ADAPTER_ALGORITHMS if not a.additive])
 def test_what_depends_on_the_base_needs_it(name):
     shape = (8, 8)
     site = random_site(name, shape)
     if name != "norm":
         with pytest.raises(AdapterError) as caught:
-            as_lora(site, shape)
+            convert_adapter_to_lora(site, shape)
         assert caught.value.code == "CONVERT-IMPOSSIBLE"
         assert "merge it into the model" in caught.value.remedy
     base = torch.randn(shape, dtype=torch.float64)
-    converted = as_lora(site, base=base)
-    assert relative(delta(converted.adapter, shape), weight_delta(base, site)) < 1e-5
+    converted = convert_adapter_to_lora(site, base=base)
+    assert relative(delta(converted.adapter, shape), compute_weight_delta(base, site)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -161,14 +161,14 @@ def test_what_depends_on_the_base_needs_it(name):
 )
 def test_a_bias_that_changes_with_the_base_changes_as_lora_too(site):
     base, bias = torch.randn(6, 4), torch.randn(6)
-    lora = as_lora(site, base=base, bias=bias).adapter
-    torch.testing.assert_close(adapted_bias(bias, lora), adapted_bias(bias, site))
-    torch.testing.assert_close(weight_delta(base, lora), weight_delta(base, site), atol=1e-5, rtol=1e-5)
+    lora = convert_adapter_to_lora(site, base=base, bias=bias).adapter
+    torch.testing.assert_close(compute_adapted_bias(bias, lora), compute_adapted_bias(bias, site))
+    torch.testing.assert_close(compute_weight_delta(base, lora), compute_weight_delta(base, site), atol=1e-5, rtol=1e-5)
 
 
 def test_a_norm_is_no_matrix():
     with pytest.raises(AdapterError) as caught:
-        as_lora(SiteAdapter("norm", {"w_norm": torch.ones(4)}))
+        convert_adapter_to_lora(SiteAdapter("norm", {"w_norm": torch.ones(4)}))
     assert caught.value.code == "CONVERT-IMPOSSIBLE"
 
 
@@ -208,7 +208,9 @@ def test_real_adapters_go_to_diffusers_and_back(name, tmp_path):
     assert kept == set(last)
     assert all(torch.equal(first.read(key), last.read(key)) for key in kept)
     assert ("embeddings" in there.artifacts) is (kept != set(first))
-    assert last.metadata["sshs_model_hash"] == kohya_hashes(dict(last.tensors()), last.metadata)["sshs_model_hash"]
+    assert (
+        last.metadata["sshs_model_hash"] == compute_kohya_hashes(dict(last.tensors()), last.metadata)["sshs_model_hash"]
+    )
 
 
 @pytest.mark.parametrize("name", ["anima_lora_kohya", "anima_lora_kohya_with_te", "flux_lora_kohya"])
@@ -246,7 +248,7 @@ def test_a_peft_folder_is_written_and_read(tmp_path):
     ]
     back = convert(tmp_path / "folder", "kohya", out=tmp_path / "b.safetensors", model="anima")
     assert back.ok and back.figures["max_delta_error"] == 0
-    assert change_error(sites_of(back)[Q], random_site("lora", (12, 8))) == 0
+    assert compute_change_error(sites_of(back)[Q], random_site("lora", (12, 8))) == 0
 
 
 def test_the_report_says_who_loads_it(tmp_path):
@@ -298,7 +300,7 @@ def test_blocks_are_renumbered_once(tmp_path):
     again = convert(Path(moved.artifacts["adapter"]), "comfy", blocks="28 to 40")
     assert codes(again) >= {"BLOCKS-ALREADY-MAPPED"}
     later = convert(Path(moved.artifacts["adapter"]), "comfy")
-    assert block_maps_applied(TensorFile(later.artifacts["adapter"]).metadata) == ("28 to 40",)
+    assert read_applied_block_maps(TensorFile(later.artifacts["adapter"]).metadata) == ("28 to 40",)
     larger = save(tmp_path / "b.safetensors", {site.format(39): random_site("lora", (12, 8))})
     assert codes(convert(larger, "kohya", blocks="28 to 40")) >= {"BLOCKS-OUT-OF-RANGE"}
     assert convert(source, "kohya", blocks="28 to 41").exit_code == 2
@@ -308,7 +310,7 @@ def test_a_portable_file_has_its_scale_in_the_factors_scl_04(tmp_path):
     source = save(tmp_path / "a.safetensors", {Q: random_site("lora", (12, 8), alpha=0.7)})
     report = convert(source, "diffusers", portable=True)
     assert report.ok and report.figures["max_delta_error"] < 1e-6
-    assert algorithm_of("lora").scale(sites_of(report)[Q]) == 1
+    assert find_algorithm("lora").scale(sites_of(report)[Q]) == 1
 
 
 def test_half_precision_is_measured_scl_05(tmp_path):
@@ -368,7 +370,7 @@ def test_a_write_that_does_not_read_back_leaves_what_was_there(tmp_path, monkeyp
     source = save(tmp_path / "a.safetensors", {Q: random_site("lora", (12, 8))})
     good = convert(source, "comfy")
     before = Path(good.artifacts["adapter"]).read_bytes()
-    monkeypatch.setattr("finitune.merging.adapterfile.change_error", lambda *_: 0.5)
+    monkeypatch.setattr("finitune.merging.adapterfile.compute_change_error", lambda *_: 0.5)
     bad = convert(source, "comfy")
     assert bad.exit_code == 1 and codes(bad) >= {"FILE-READ-BACK"} and not bad.artifacts
     assert Path(good.artifacts["adapter"]).read_bytes() == before

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from finitune.adapters import ALGORITHMS
+from finitune.adapters import ADAPTER_ALGORITHMS
 from finitune.adapters.core import AdapterSet, SiteAdapter
-from finitune.adapters.weight import adapted_bias, weight_delta
+from finitune.adapters.weight import compute_adapted_bias, compute_weight_delta
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys import check, convert
 from finitune.namings.read import read_adapter
 from finitune.namings.write import write_adapter
 from finitune.report import Report
+from finitune.verbs import check, convert
 from tests.adapter_files import noise
 from tests.adapters_made import random_adapter
 from tests.case_files import own_model, saved, scaled
@@ -24,7 +24,9 @@ from tests.test_convert import ANIMA, Q, codes
 OUT, INTO = 12, 8
 KEY = "net.blocks.0.self_attn.q_proj"
 MODULE = "lora_unet_blocks_0_self_attn_q_proj"
-ON_BASE = tuple(one.name for one in ALGORITHMS if not one.additive and one.name in ("glora", "ia3", "oft", "boft"))
+ON_BASE = tuple(
+    one.name for one in ADAPTER_ALGORITHMS if not one.additive and one.name in ("glora", "ia3", "oft", "boft")
+)
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def changed(path: Path, weight: Tensor) -> Tensor:
     """What the LoRA in a file changes of a weight, fp64."""
     adapter = read_adapter(TensorFile(path)).adapter[Q]
     assert adapter.algorithm == "lora" and adapter.magnitude is None
-    return weight_delta(weight.double(), adapter)
+    return compute_weight_delta(weight.double(), adapter)
 
 
 @pytest.mark.parametrize("name", ON_BASE)
@@ -62,10 +64,10 @@ def test_what_depends_on_the_weight_becomes_a_lora_of_it(tmp_path, base, name):
     source = read_adapter(TensorFile(tmp_path / "a.safetensors")).adapter[Q]
     weight, bias = base[f"{KEY}.weight"], base[f"{KEY}.bias"]
     torch.testing.assert_close(
-        changed(tmp_path / "b.safetensors", weight), weight_delta(weight.double(), source), rtol=1e-5, atol=1e-6
+        changed(tmp_path / "b.safetensors", weight), compute_weight_delta(weight.double(), source), rtol=1e-5, atol=1e-6
     )
     lora = read_adapter(TensorFile(tmp_path / "b.safetensors")).adapter[Q]
-    torch.testing.assert_close(adapted_bias(bias, lora), adapted_bias(bias, source))
+    torch.testing.assert_close(compute_adapted_bias(bias, lora), compute_adapted_bias(bias, source))
 
 
 def dora(folder: Path, side: str) -> None:
@@ -81,7 +83,7 @@ def test_magnitudes_of_the_inputs_go_where_the_target_has_no_place_for_them(tmp_
     report = as_lora(tmp_path, "diffusers", model=model)
     assert report.ok and report.figures["class"] == "growing"
     source = read_adapter(TensorFile(tmp_path / "a.safetensors")).adapter[Q]
-    wanted = weight_delta(weight.double(), source)
+    wanted = compute_weight_delta(weight.double(), source)
     torch.testing.assert_close(changed(tmp_path / "b.safetensors", weight), wanted, rtol=1e-5, atol=1e-6)
     cut = as_lora(tmp_path, "diffusers", model=model, rank=2, allow_lossy=True)
     found = changed(tmp_path / "b.safetensors", weight)

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.datasets.course import Course, Step, Variant, is_fixed, unvaried, variant_of, without
-from finitune.datasets.items import Appearance, Placement
+from finitune.datasets.batch_schedule import (
+    BatchSchedule,
+    LatentVariant,
+    ScheduledStep,
+    disable_augmentation,
+    exclude_examples,
+    has_fixed_latents,
+    to_latent_variant,
+)
+from finitune.datasets.items import BucketPlacement, ExampleAppearance
 from finitune.errors import UsageError
 from tests.dataset_made import course_of, dataset_of, examples_of, subset_of
 
@@ -20,7 +28,7 @@ CHANCES = ("flip_aug", "shuffle_caption", "random_crop", "color_aug")
 VARIED = {**dict.fromkeys(CHANCES, True), "caption_dropout_rate": 0.3}
 
 
-def varied_course(repeats: int = 3, batch_size: int = 2, **named: int) -> Course:
+def varied_course(repeats: int = 3, batch_size: int = 2, **named: int) -> BatchSchedule:
     """Two datasets, one of them with a batch size of its own."""
     first = examples_of(FOLDER, subset_of(0, **VARIED), repeats)
     second = examples_of(Path("1_other"), subset_of(1, keep_tokens=1, shuffle_caption=True))
@@ -36,7 +44,7 @@ GOLDEN = [
 ]
 
 
-def shown(steps: tuple[Step, ...]) -> list[Appearance]:
+def shown(steps: tuple[ScheduledStep, ...]) -> list[ExampleAppearance]:
     return [appearance for step in steps for micro in step.micro_batches for appearance in micro.appearances]
 
 
@@ -52,7 +60,7 @@ COURSES = st.builds(
 
 @given(COURSES, st.integers(0, 5))
 @settings(max_examples=30)
-def test_every_example_has_its_repeats_in_an_epoch(course: Course, epoch: int):
+def test_every_example_has_its_repeats_in_an_epoch(course: BatchSchedule, epoch: int):
     counts = Counter(appearance.example for appearance in shown(course.epoch(epoch)))
     assert counts == {number: example.repeats for number, example in enumerate(course.examples)}
     assert sum(step.samples for step in course.epoch(epoch)) == course.samples_per_epoch
@@ -60,9 +68,9 @@ def test_every_example_has_its_repeats_in_an_epoch(course: Course, epoch: int):
 
 @given(COURSES)
 @settings(max_examples=30)
-def test_devices_share_a_step_without_repetition(course: Course):
+def test_devices_share_a_step_without_repetition(course: BatchSchedule):
     for number, step in enumerate(course.epoch(0)):
-        shares = [course.micro_batches_of(number, rank) for rank in range(course.world)]
+        shares = [course.select_micro_batches(number, rank) for rank in range(course.world)]
         together = [micro for share in shares for micro in share]
         assert sorted(together, key=lambda micro: micro.first) == list(step.micro_batches)
         places = [micro.first + i for micro in step.micro_batches for i in range(len(micro))]
@@ -72,7 +80,7 @@ def test_devices_share_a_step_without_repetition(course: Course):
 
 @given(COURSES)
 @settings(max_examples=30)
-def test_the_micro_batches_do_not_depend_on_the_devices(course: Course):
+def test_the_micro_batches_do_not_depend_on_the_devices(course: BatchSchedule):
     alone = replace(course, accumulation=1, world=1)
     listed = [micro.appearances for step in course.epoch(1) for micro in step.micro_batches]
     assert listed == [micro.appearances for step in alone.epoch(1) for micro in step.micro_batches]
@@ -86,7 +94,7 @@ def test_two_devices_see_what_one_that_accumulates_sees():
 
 @given(COURSES)
 @settings(max_examples=20)
-def test_micro_batches_are_of_one_dataset_and_bucket_and_full_but_for_the_tail(course: Course):
+def test_micro_batches_are_of_one_dataset_and_bucket_and_full_but_for_the_tail(course: BatchSchedule):
     rooms: Counter[tuple[int, tuple[int, int]]] = Counter()
     for step in course.epoch(2):
         for micro in step.micro_batches:
@@ -101,7 +109,7 @@ def test_micro_batches_are_of_one_dataset_and_bucket_and_full_but_for_the_tail(c
 
 def test_steps_are_the_same_from_wherever_they_are_asked():
     course = varied_course()
-    forward = list(course.between(0, 40))
+    forward = list(course.iterate_steps(0, 40))
     backward = [varied_course().at(step) for step in reversed(range(40))]
     assert forward == backward[::-1]
     assert tuple(forward[: course.steps_per_epoch]) == course.epoch(0)
@@ -135,7 +143,7 @@ def test_chance_is_as_it_should_be():
 def test_crops_are_in_the_middle_unless_random():
     course = course_of(examples_of(FOLDER, subset_of(0), shapes=((200, 100),)))
     (one,) = shown(course.epoch(0))
-    assert course.placements[0] == Placement((80, 48), (96, 48))
+    assert course.placements[0] == BucketPlacement((80, 48), (96, 48))
     assert one.crop == (8, 0)
     assert not one.flipped
 
@@ -152,7 +160,7 @@ def test_one_more_picture_leaves_the_others_chances():
 def test_captions_and_variants_are_all_that_the_run_shows():
     course = varied_course()
     steps = 2 * course.steps_per_epoch + 1
-    run = shown(tuple(course.between(0, steps)))
+    run = shown(tuple(course.iterate_steps(0, steps)))
     assert set(course.captions(steps)) == {"", *(one.caption for one in run)}
     variants = course.latent_variants(steps)
     assert {course.examples[variant.example].subset.dataset for variant in variants} == {1}
@@ -162,18 +170,20 @@ def test_captions_and_variants_are_all_that_the_run_shows():
     assert len(flipping.latent_variants(1)) == 1
 
 
-def all_captions(course: Course, steps: int) -> dict[str, str]:
+def all_captions(course: BatchSchedule, steps: int) -> dict[str, str]:
     """The slow twin: every appearance of every step."""
     found = {"": ""}
-    for one in shown(tuple(course.between(0, steps))):
+    for one in shown(tuple(course.iterate_steps(0, steps))):
         found.setdefault(one.caption, course.examples[one.example].name)
     return found
 
 
-def all_variants(course: Course, steps: int) -> list[Variant]:
+def all_variants(course: BatchSchedule, steps: int) -> list[LatentVariant]:
     """The slow twin: every appearance of every step."""
-    every = shown(tuple(course.between(0, steps)))
-    return list(dict.fromkeys(variant_of(one) for one in every if is_fixed(course.examples[one.example])))
+    every = shown(tuple(course.iterate_steps(0, steps)))
+    return list(
+        dict.fromkeys(to_latent_variant(one) for one in every if has_fixed_latents(course.examples[one.example]))
+    )
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -206,7 +216,7 @@ def test_a_million_steps_are_not_walked_where_nothing_new_can_come():
     course = course_of(examples_of(FOLDER, subset_of(0, **options), repeats=2), steps=1_000_000)
     walked = Counter[int]()
 
-    class Watched(Course):
+    class Watched(BatchSchedule):
         def shown(self, steps: int):
             for one in super().shown(steps):
                 walked[one[2]] += 1
@@ -221,7 +231,7 @@ def test_a_million_steps_are_not_walked_where_nothing_new_can_come():
 def test_a_warm_up_follows_the_steps():
     subset = subset_of(0, token_warmup_step=0.5)
     course = replace(course_of(examples_of(FOLDER, subset)), steps=28)
-    lengths = [len(one.caption.split(", ")) for one in shown(tuple(course.between(0, 28)))]
+    lengths = [len(one.caption.split(", ")) for one in shown(tuple(course.iterate_steps(0, 28)))]
     assert lengths == [1 + 3 * step // 14 for step in range(14)] + [4] * 14
 
 
@@ -229,13 +239,13 @@ def test_what_is_left_keeps_its_place():
     course = course_of(examples_of(FOLDER, subset_of(0)), batch_size=8, accumulation=9)
     for micro in course.at(0).micro_batches:
         names = [course.examples[one.example].name for one in micro.appearances]
-        left = without(micro, course, {names[0]})
+        left = exclude_examples(micro, course, {names[0]})
         assert left == list(enumerate(micro.appearances, micro.first))[1:]
 
 
 def test_an_unvaried_example_is_shown_whole():
     options = {**VARIED, "num_repeats": 3, "token_warmup_step": 5}
-    course = course_of([unvaried(one) for one in examples_of(FOLDER, subset_of(0, **options), repeats=3)])
+    course = course_of([disable_augmentation(one) for one in examples_of(FOLDER, subset_of(0, **options), repeats=3)])
     for epoch in (0, 7):
         assert {(one.caption, one.flipped, one.color) for one in shown(course.epoch(epoch))} == {
             (f"tag{i}, a, b, c", False, None) for i in range(7)
@@ -244,5 +254,5 @@ def test_an_unvaried_example_is_shown_whole():
 
 def test_nothing_to_show_is_an_error():
     with pytest.raises(UsageError) as caught:
-        Course((), (), (), seed=0)
+        BatchSchedule((), (), (), seed=0)
     assert caught.value.code == "COURSE-EMPTY"

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from finitune.adapters.core import Magnitude, SiteAdapter
-from finitune.adapters.weight import adapted_bias, weight_delta
+from finitune.adapters.weight import compute_adapted_bias, compute_weight_delta
 from finitune.errors import AdapterError
-from finitune.namings.core import Landing
-from finitune.namings.divide import divide
-from finitune.namings.shelf import Deferred, Pending
+from finitune.namings.core import SiteTarget
+from finitune.namings.tensor_reader import DeferredTensors, PendingTensor
+from finitune.namings.unfuse import split_fused_adapter
 from tests.adapter_files import codes, lora, model, noise, read_back
 
-QKV = Landing("transformer", ("q", "k", "v"))
-LINEAR1 = Landing("transformer", ("q", "k", "v", "mlp"), "by-input")
+QKV = SiteTarget("transformer", ("q", "k", "v"))
+LINEAR1 = SiteTarget("transformer", ("q", "k", "v", "mlp"), "by-input")
 HEADS = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
 
 
@@ -28,7 +28,9 @@ def test_up_is_cut_by_rows_and_down_is_kept_whole(tmp_path, rank):  # KEY-11
     assert all(part.tensors["down"] is parts[0].tensors["down"] for part in parts)
     assert parts[0].tensors["down"].shape == (rank, 8)
     whole = 2 / rank * tensors[f"{name}.lora_up.weight"].double() @ tensors[f"{name}.lora_down.weight"].double()
-    pieces = [weight_delta(torch.zeros(part.tensors["up"].shape[0], 8, dtype=torch.float64), part) for part in parts]
+    pieces = [
+        compute_weight_delta(torch.zeros(part.tensors["up"].shape[0], 8, dtype=torch.float64), part) for part in parts
+    ]
     torch.testing.assert_close(torch.cat(pieces), whole)
     assert len({line.site for line in reading.ledger}) == 1 and reading.matched == 3
 
@@ -86,12 +88,12 @@ def test_the_parts_are_the_rows_of_the_whole(name):
     adapter = DIVISIBLE[name]
     base = noise(12, 8, *((3, 3) if "tucker" in name else ())).double()
     bias = noise(12, seed=7).double()
-    parts = divide(adapter, QKV)
+    parts = split_fused_adapter(adapter, QKV)
     assert list(parts) == ["q", "k", "v"]
-    cut = [weight_delta(rows, part) for rows, part in zip(base.split(4), parts.values(), strict=True)]
-    torch.testing.assert_close(torch.cat(cut), weight_delta(base, adapter))
-    biases = [adapted_bias(rows, part) for rows, part in zip(bias.split(4), parts.values(), strict=True)]
-    torch.testing.assert_close(torch.cat(biases), adapted_bias(bias, adapter))
+    cut = [compute_weight_delta(rows, part) for rows, part in zip(base.split(4), parts.values(), strict=True)]
+    torch.testing.assert_close(torch.cat(cut), compute_weight_delta(base, adapter))
+    biases = [compute_adapted_bias(rows, part) for rows, part in zip(bias.split(4), parts.values(), strict=True)]
+    torch.testing.assert_close(torch.cat(biases), compute_adapted_bias(bias, adapter))
 
 
 def test_a_deferred_difference_is_cut_when_it_is_read():
@@ -101,8 +103,8 @@ def test_a_deferred_difference_is_cut_when_it_is_read():
         reads.append("diff")
         return noise(12, 8)
 
-    whole = SiteAdapter("full", Deferred({"diff": Pending((12, 8), read)}), magnitude=Magnitude(noise(12)))
-    parts = divide(whole, QKV)
+    whole = SiteAdapter("full", DeferredTensors({"diff": PendingTensor((12, 8), read)}), magnitude=Magnitude(noise(12)))
+    parts = split_fused_adapter(whole, QKV)
     assert not reads
     assert torch.equal(torch.cat([part.tensors["diff"] for part in parts.values()]), noise(12, 8))
     assert torch.equal(torch.cat([part.magnitude.tensor for part in parts.values()]), noise(12))
@@ -123,16 +125,16 @@ def test_a_deferred_difference_is_cut_when_it_is_read():
 )  # fmt: skip
 def test_what_has_no_exact_parts_is_named(adapter, landing, why):
     with pytest.raises(AdapterError, match=why) as caught:
-        divide(adapter, landing)
+        split_fused_adapter(adapter, landing)
     assert caught.value.code == "ADAPTER-FUSED" and caught.value.evidence["sites"] == list(landing.sites)
 
 
 def test_the_models_own_shapes_decide_where_they_are_known():
     shapes = {"transformer.q": (8, 8), "transformer.k": (2, 8), "transformer.v": (2, 8)}
-    parts = divide(SiteAdapter("lora", factors(up=(12, 2), down=(2, 8))), QKV, shapes)
+    parts = split_fused_adapter(SiteAdapter("lora", factors(up=(12, 2), down=(2, 8))), QKV, shapes)
     assert [part.tensors["up"].shape[0] for part in parts.values()] == [8, 2, 2]
-    bias = divide(SiteAdapter("full", factors(diff_b=(56,))), LINEAR1, {f"transformer.{s}": (n, 8) for s, n in zip(
-        LINEAR1.sites, (8, 8, 8, 32), strict=True)})  # fmt: skip
+    shapes = {f"transformer.{s}": (n, 8) for s, n in zip(LINEAR1.sites, (8, 8, 8, 32), strict=True)}
+    bias = split_fused_adapter(SiteAdapter("full", factors(diff_b=(56,))), LINEAR1, shapes)
     assert [part.tensors["diff_b"].shape[0] for part in bias.values()] == [8, 8, 8, 32]
 
 

@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.device import reading
-from finitune.device.environment import Environment
 from finitune.errors import UsageError
-from finitune.journeys import bundle, doctor, doctor_distributed
-from finitune.journeys.redaction import Redactor, redactor
+from finitune.machine import reading
+from finitune.machine.environment import Environment
 from finitune.report import Level, Report
+from finitune.verbs import doctor
+from finitune.verbs.doctor import bundle, distributed
+from finitune.verbs.doctor.redaction import Redactor, build_redactor
 from tests import environments as made
 
 HOME = Path("/export/annelise")
@@ -64,16 +65,16 @@ class Fake:
     ],
 )
 def test_the_verdict_believes_what_was_measured(card: tuple, wrong: tuple[str, ...], compute: str, level: Level):
-    finding = doctor.verdict(made.machine(card), Fake(*wrong))  # type: ignore[arg-type]
+    finding = doctor.judge_machine(made.machine(card), Fake(*wrong))  # type: ignore[arg-type]
     assert (finding.code, finding.level, finding.evidence["compute"]) == ("VERDICT", level, compute)
     assert finding.evidence["measured"] is True and card[0] in finding.message
 
 
 def test_the_verdict_on_a_card_without_kernels_or_torch():
-    assert doctor.verdict(made.machine(made.GTX_1080), None).level is Level.ERROR
+    assert doctor.judge_machine(made.machine(made.GTX_1080), None).level is Level.ERROR
     broken = made.machine(made.T4, seen=False, error="OSError: libcudart")
-    assert doctor.verdict(broken, None).evidence["compute"] == "nothing"
-    assert doctor.verdict(made.machine(torch="2.14.1+cpu"), None).evidence["compute"] == "fp32"
+    assert doctor.judge_machine(broken, None).evidence["compute"] == "nothing"
+    assert doctor.judge_machine(made.machine(torch="2.14.1+cpu"), None).evidence["compute"] == "fp32"
 
 
 def test_doctor_on_this_machine():
@@ -88,14 +89,14 @@ def test_doctor_on_this_machine():
 
 
 def test_quick_measures_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "measured", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(doctor, "measure_main_device", lambda *_: pytest.fail("measured"))
     report = doctor.run(doctor.Request(quick=True))
     assert report.findings[0].evidence["measured"] is False and "measured_on" not in report.figures
 
 
 def test_each_machine_has_a_page_of_facts():
     for _, _, environment in made.ROWS:
-        (facts, *_) = doctor.facts_tables(environment)
+        (facts, *_) = doctor.build_facts_tables(environment)
         assert all(len(row) == 3 for row in facts.rows)
         assert {row[0] for row in facts.rows} >= {"Python", "torch", "driver", "memory"}
 
@@ -104,7 +105,7 @@ def test_each_machine_has_a_page_of_facts():
 def test_more_processes_than_gpus_are_not_started(count: int, monkeypatch: pytest.MonkeyPatch):
     started: list[int] = []
     monkeypatch.setattr(reading, "read_environment", lambda: made.machine(made.RTX_3060, made.RTX_3060))
-    monkeypatch.setattr(doctor_distributed, "run", lambda n, report, progress: started.append(n))
+    monkeypatch.setattr(distributed, "run", lambda n, report, progress: started.append(n))
     report = doctor.run(doctor.Request(quick=True, distributed=count))
     codes = [finding.code for finding in report.findings]
     assert started == ([2] if count == 2 else []) and ("GPUS-TOO-FEW" in codes) is (count == 3)
@@ -168,8 +169,8 @@ def test_redacting_twice_changes_nothing(parts: list[tuple[str, str]]):
 
 def test_a_home_folder_is_no_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home" / "annelise")
-    assert redactor(tmp_path).roots == () and redactor(tmp_path / "home" / "annelise").roots == ()
-    assert redactor(tmp_path / "home" / "annelise" / "p").roots
+    assert build_redactor(tmp_path).roots == () and build_redactor(tmp_path / "home" / "annelise").roots == ()
+    assert build_redactor(tmp_path / "home" / "annelise" / "p").roots
 
 
 def plant(folder: Path) -> tuple[Path, Report, list[str]]:
@@ -223,10 +224,10 @@ def test_doctor_writes_its_bundle(tmp_path: Path):
 
 
 def test_of_long_files_the_end_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bundle, "LAST_BYTES", 20)
+    monkeypatch.setattr(bundle, "MAX_BUNDLED_TEXT_BYTES", 20)
     path = tmp_path / "steps.jsonl"
     path.write_text("".join(f'{{"step": {n}}}\n' for n in range(9)))
-    assert bundle.end_of(path) == '{"step": 8}\n'
+    assert bundle.read_text_tail(path) == '{"step": 8}\n'
     with pytest.raises(UsageError, match="no run"):
-        bundle.demand_run(tmp_path / "none")
-    assert re.fullmatch(r"\{.*\}\n", bundle.redacted_lines(bundle.end_of(path), REDACT))
+        bundle.require_run_files(tmp_path / "none")
+    assert re.fullmatch(r"\{.*\}\n", bundle.redact_json_lines(bundle.read_text_tail(path), REDACT))

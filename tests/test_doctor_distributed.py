@@ -13,13 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.device.peers import nccl
-from finitune.device.peers.peer import STAGES, STARTED, SUMS, Spec, identity, shared
-from finitune.device.peers.rendezvous import Meeting, Peer
 from finitune.errors import UsageError
-from finitune.journeys.doctor_distributed import WITHOUT, findings, judge, run
-from finitune.progress import Silent
+from finitune.machine.distributed import nccl
+from finitune.machine.distributed.peer import (
+    DTYPE_BY_SUM_STAGE,
+    PEER_STAGES,
+    STARTED_STAGE,
+    PeerSpec,
+    find_shared_devices,
+    get_peer_identity,
+)
+from finitune.machine.distributed.rendezvous import PeerStatus, RendezvousResult
+from finitune.progress import SilentProgress
 from finitune.report import Level, Report
+from finitune.verbs.doctor.distributed import NCCL_WORKAROUNDS, find_meeting_faults, judge_meeting, run
 
 LIMIT_S = 4.0
 PATIENCE_S = 60.0  # processes import torch, on a machine that is busy with other tests
@@ -39,7 +46,7 @@ def played() -> dict[str, Report]:
     def play(pretend: Pretended) -> Report:
         # Who must come in time gets more of it here, where all come late.
         limit = LIMIT_S if pretend == SCENES["stalled"] else PATIENCE_S
-        return run(2, Report("doctor"), Silent(), "cpu", limit, pretend)
+        return run(2, Report("doctor"), SilentProgress(), "cpu", limit, pretend)
 
     with ThreadPoolExecutor() as threads:
         return dict(zip(SCENES, threads.map(play, SCENES.values()), strict=True))
@@ -82,14 +89,14 @@ def test_one_device_for_two_is_found_before_nccl(played: dict[str, Report]):
 def test_nobody_is_left_behind(played: dict[str, Report]):
     assert len(played) == len(SCENES)
     children = psutil.Process().children(recursive=True)
-    left = [child for child in children if "finitune.device.peers.peer" in child.cmdline()]
+    left = [child for child in children if "finitune.machine.distributed.peer" in child.cmdline()]
     assert not left
 
 
 def test_a_process_ends_when_whoever_started_it_has_gone():
     program = (
         "import threading, time\n"
-        "from finitune.device.peers.peer import end_with_input\n"
+        "from finitune.machine.distributed.peer import end_with_input\n"
         "threading.Thread(target=end_with_input, daemon=True).start()\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"
@@ -107,79 +114,81 @@ def test_a_process_ends_when_whoever_started_it_has_gone():
 @pytest.mark.parametrize(("count", "device", "code"), [(1, "cpu", "DISTRIBUTED-COUNT"), (2, "tpu", "DEVICE-NOT-THERE")])
 def test_requests_that_cannot_be_meant_are_refused(count: int, device: str, code: str):
     with pytest.raises(UsageError) as caught:
-        run(count, Report("doctor"), Silent(), device)
+        run(count, Report("doctor"), SilentProgress(), device)
     assert caught.value.code == code
 
 
 # --- what was said --------------------------------------------------------------------------------------------------
 
 
-def peer(rank: int, begun: str, **other) -> Peer:
+def peer(rank: int, begun: str, **other) -> PeerStatus:
     """A process that is in stage `begun`, with all before it done."""
-    stages = [STARTED, *STAGES][: [STARTED, *STAGES].index(begun) + 1]
-    done = {stage: {"wrong": 0} if stage in SUMS else {} for stage in stages[1:-1]}
-    return Peer(rank, stages, {**done, **other.pop("done", {})}, **other)
+    stages = [STARTED_STAGE, *PEER_STAGES][: [STARTED_STAGE, *PEER_STAGES].index(begun) + 1]
+    done = {stage: {"wrong": 0} if stage in DTYPE_BY_SUM_STAGE else {} for stage in stages[1:-1]}
+    return PeerStatus(rank, stages, {**done, **other.pop("done", {})}, **other)
 
 
-def passed(rank: int, **done) -> Peer:
+def passed(rank: int, **done) -> PeerStatus:
     told = {"devices": {"devices": [["GPU-0", "Card"], ["GPU-1", "Card"]]}, "speed": {"seconds": 0.01}}
     return peer(rank, "barrier", done={**told, "barrier": {}, **done}, ended=0)
 
 
-def meeting(*found: Peer) -> Meeting:
-    return Meeting(found, 1.0, 30.0, {})
+def meeting(*found: PeerStatus) -> RendezvousResult:
+    return RendezvousResult(found, 1.0, 30.0, {})
 
 
-def codes(*found: Peer) -> list[str]:
-    return [one.code for one in findings(meeting(*found))]
+def codes(*found: PeerStatus) -> list[str]:
+    return [one.code for one in find_meeting_faults(meeting(*found))]
 
 
 def test_lines_are_heard_among_nccl_s_own():
-    heard = Peer(0)
+    heard = PeerStatus(0)
     for line in ("host:1:1 [0] NCCL WARN Call to bind failed", '{"stage": "started"}', '{"stage": "meet"}'):
-        heard.hear(line)
-    heard.hear('half a line {"done": "meet", "wrong": 0}')
-    heard.hear("{broken")
-    assert heard.begun == [STARTED, "meet"] and heard.done == {"meet": {"wrong": 0}} and heard.height == 1
+        heard.receive_line(line)
+    heard.receive_line('half a line {"done": "meet", "wrong": 0}')
+    heard.receive_line("{broken")
+    assert heard.begun == [STARTED_STAGE, "meet"] and heard.done == {"meet": {"wrong": 0}} and heard.height == 1
     assert heard.talk == ["host:1:1 [0] NCCL WARN Call to bind failed", "{broken"]
 
 
 @given(st.text())
 @settings(max_examples=50)
 def test_any_line_is_borne(line: str):
-    heard = Peer(0)
-    heard.hear(line)
+    heard = PeerStatus(0)
+    heard.receive_line(line)
     assert heard.talk == [line] and not heard.begun and not heard.done and not heard.passed
 
 
 def test_nothing_that_gets_through_is_the_connection_and_nobody_s_fault():
-    (finding,) = findings(meeting(peer(0, "sum-int32"), peer(1, "sum-int32")))
+    (finding,) = find_meeting_faults(meeting(peer(0, "sum-int32"), peer(1, "sum-int32")))
     assert finding.code == "DISTRIBUTED-STALLED" and finding.subject == "all processes"
     assert "nothing gets through for 30 s" in finding.message
 
 
 def test_who_has_not_started_is_named():
-    (finding,) = findings(meeting(Peer(0), peer(1, "meet")))
+    (finding,) = find_meeting_faults(meeting(PeerStatus(0), peer(1, "meet")))
     assert finding.subject == "process 0" and "has not started" in finding.message
 
 
 def test_an_error_is_explained():
     error = "DistBackendError: NCCL error in: x.cpp:1, unhandled system error (run with NCCL_DEBUG=INFO), NCCL 2.30.7"
-    (finding,) = findings(meeting(peer(0, "sum-int32", failed="sum-int32", error=error, ended=1), peer(1, "sum-int32")))
+    (finding,) = find_meeting_faults(
+        meeting(peer(0, "sum-int32", failed="sum-int32", error=error, ended=1), peer(1, "sum-int32"))
+    )
     assert finding.code == "DISTRIBUTED-FAILED" and finding.subject == "process 0"
     assert "ncclSystemError" in finding.remedy and "/dev/shm" in finding.remedy
 
 
 def test_the_last_words_of_who_is_gone_are_told():
-    gone = Peer(1, talk=["Traceback", "ImportError: libnccl.so.2: cannot open shared object file"], ended=1)
-    (finding,) = findings(meeting(peer(0, "meet"), gone))
+    gone = PeerStatus(1, talk=["Traceback", "ImportError: libnccl.so.2: cannot open shared object file"], ended=1)
+    (finding,) = find_meeting_faults(meeting(peer(0, "meet"), gone))
     assert finding.code == "DISTRIBUTED-PEER-DIED" and "libnccl.so.2" in finding.message
     assert "before it had started" in finding.message
 
 
 def test_a_wrong_sum_is_told_with_its_numbers():
     wrong = passed(1, **{"sum-bf16": {"wrong": 7, "got": 2.0, "expected": 3.0}})
-    (finding,) = findings(meeting(passed(0), wrong))
+    (finding,) = find_meeting_faults(meeting(passed(0), wrong))
     assert finding.code == "DISTRIBUTED-WRONG-RESULT" and finding.subject == "process 1"
     assert "a sum in bfloat16" in finding.message and "2 for 3" in finding.message
     assert codes(passed(0), passed(1, broadcast={"wrong": 1})) == ["DISTRIBUTED-WRONG-RESULT"]
@@ -192,28 +201,33 @@ GOOD = meeting(passed(0), passed(1))
 STALLED = meeting(peer(0, "sum-int32"), peer(1, "sum-int32"))
 
 
-def retried(first: Meeting, works_with: Mapping[str, str] | None, retry: bool = True) -> tuple[Report, list]:
+def retried(first: RendezvousResult, works_with: Mapping[str, str] | None, retry: bool = True) -> tuple[Report, list]:
     tried = []
 
-    def held(variables: Mapping[str, str]) -> Meeting:
+    def held(variables: Mapping[str, str]) -> RendezvousResult:
         tried.append(dict(variables))
         return first if not variables or variables != works_with else GOOD
 
-    return judge(held, Report("doctor"), retry=retry), tried
+    return judge_meeting(held, Report("doctor"), retry=retry), tried
 
 
-@pytest.mark.parametrize(("mends", "cause"), [(WITHOUT[0], "direct access"), (WITHOUT[1], "shared memory")])
+@pytest.mark.parametrize(
+    ("mends", "cause"), [(NCCL_WORKAROUNDS[0], "direct access"), (NCCL_WORKAROUNDS[1], "shared memory")]
+)
 def test_the_variable_that_mends_a_stall_is_named(mends: Mapping[str, str], cause: str):
     report, tried = retried(STALLED, mends)
     assert [one.code for one in report.findings] == ["DISTRIBUTED-STALLED", "DISTRIBUTED-MENDED"]
     assert report.figures["mended_by"] == " ".join(f"{name}=1" for name in mends)
-    assert cause in report.findings[-1].message and tried == [{}, *WITHOUT[: WITHOUT.index(mends) + 1]]
+    assert cause in report.findings[-1].message and tried == [
+        {},
+        *NCCL_WORKAROUNDS[: NCCL_WORKAROUNDS.index(mends) + 1],
+    ]
     assert not report.ok  # as it is set up now, training would hang
 
 
 def test_where_neither_variable_helps_that_is_said():
     report, tried = retried(STALLED, None)
-    assert report.findings[-1].code == "DISTRIBUTED-NOT-MENDED" and tried == [{}, *WITHOUT]
+    assert report.findings[-1].code == "DISTRIBUTED-NOT-MENDED" and tried == [{}, *NCCL_WORKAROUNDS]
 
 
 @pytest.mark.parametrize(
@@ -221,11 +235,11 @@ def test_where_neither_variable_helps_that_is_said():
     [
         (STALLED, False),  # gloo
         (GOOD, True),
-        (meeting(peer(0, "meet"), Peer(1)), True),  # not NCCL's fault
+        (meeting(peer(0, "meet"), PeerStatus(1)), True),  # not NCCL's fault
         (meeting(peer(0, "devices"), peer(1, "meet")), True),
     ],
 )
-def test_nothing_is_tried_again_where_nccl_was_not_at_fault(first: Meeting, retry: bool):
+def test_nothing_is_tried_again_where_nccl_was_not_at_fault(first: RendezvousResult, retry: bool):
     _, tried = retried(first, None, retry)
     assert tried == [{}]
 
@@ -244,9 +258,9 @@ def test_every_partial_sum_is_exact_in_every_dtype(world: int):
 
 
 def test_a_device_that_is_shared_is_found():
-    assert shared([["a", "x"], ["b", "x"], ["a", "x"]]) == {"a": [0, 2]}
-    assert shared([["a", "x"], ["b", "x"]]) == {}
-    assert identity(Spec(3, 4, 1, "cpu", 1.0)) == "process 3"
+    assert find_shared_devices([["a", "x"], ["b", "x"], ["a", "x"]]) == {"a": [0, 2]}
+    assert find_shared_devices([["a", "x"], ["b", "x"]]) == {}
+    assert get_peer_identity(PeerSpec(3, 4, 1, "cpu", 1.0)) == "process 3"
 
 
 # --- NCCL's words ---------------------------------------------------------------------------------------------------
@@ -274,20 +288,20 @@ def test_a_device_that_is_shared_is_found():
     ],
 )  # fmt: skip
 def test_error_texts_are_known(text: str, name: str | None):
-    explanation = nccl.explain(text)
+    explanation = nccl.explain_peer_error(text)
     assert (explanation and explanation.name) == name
 
 
 def test_each_result_code_has_a_sentence_and_a_cause():
-    assert [result.code for result in nccl.RESULTS] == list(range(9))
-    for result in nccl.RESULTS:
+    assert [result.code for result in nccl.NCCL_RESULTS] == list(range(9))
+    for result in nccl.NCCL_RESULTS:
         assert result.name.startswith("nccl") and result.sentence.endswith(".")
         assert result.cause.endswith(".") or result.code == 0
-        explanation = nccl.explain(f"{result.name}: something")
+        explanation = nccl.explain_peer_error(f"{result.name}: something")
         assert (explanation and explanation.name) == (result.name if result.code else None)
 
 
 def test_a_meeting_passes_only_when_all_have():
     assert GOOD.passed and not STALLED.passed
     assert not replace(GOOD, peers=(passed(0), peer(1, "barrier"))).passed
-    assert findings(GOOD) == [] and findings(STALLED)[0].level is Level.ERROR
+    assert find_meeting_faults(GOOD) == [] and find_meeting_faults(STALLED)[0].level is Level.ERROR

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from finitune.adapters import Magnitude, SiteAdapter
-from finitune.adapters.dora import norms
-from finitune.adapters.weight import adapted_weight, weight_delta
+from finitune.adapters.dora import compute_weight_norms
+from finitune.adapters.weight import compute_adapted_weight, compute_weight_delta
 from finitune.errors import AdapterError
 from tests.adapters_made import random_adapter
 
@@ -33,7 +33,7 @@ def square_case(side: str = "out", norm_of: str = "adapted") -> tuple[Tensor, Si
     torch.manual_seed(7)
     base = torch.randn(8, 8).double()
     adapter = SiteAdapter("lora", {"down": torch.randn(2, 8), "up": 0.5 * torch.randn(8, 2)}, alpha=1.0)
-    magnitude = 1.1 * norms(base + weight_delta(base, adapter), side)
+    magnitude = 1.1 * compute_weight_norms(base + compute_weight_delta(base, adapter), side)
     return base, replace(adapter, magnitude=Magnitude(magnitude, side=side, norm_of=norm_of))
 
 
@@ -44,30 +44,30 @@ def test_each_convention_is_its_formula(side: str, norm_of: str):
     axis = 1 if side == "out" else 0
     divisor = (direction if norm_of == "adapted" else base).square().sum(axis, keepdim=True).sqrt()
     wanted = adapter.magnitude.tensor * direction / divisor
-    assert torch.allclose(adapted_weight(base, adapter), wanted)
+    assert torch.allclose(compute_adapted_weight(base, adapter), wanted)
 
 
 @pytest.mark.parametrize("side", ["out", "in"])
 def test_at_strength_1_the_norms_are_the_magnitudes(side: str):
     base, adapter = square_case(side)
-    assert torch.allclose(norms(adapted_weight(base, adapter), side), adapter.magnitude.tensor)
+    assert torch.allclose(compute_weight_norms(compute_adapted_weight(base, adapter), side), adapter.magnitude.tensor)
 
 
 @pytest.mark.parametrize(("side", "norm_of"), CONVENTIONS)
 def test_strength_is_the_straight_line_from_the_base_to_what_was_trained(side: str, norm_of: str):
     base, adapter = square_case(side, norm_of)
-    assert adapted_weight(base, adapter, 0) is base
-    halfway = (base + adapted_weight(base, adapter)) / 2
-    assert torch.allclose(adapted_weight(base, adapter, 0.5), halfway)
+    assert compute_adapted_weight(base, adapter, 0) is base
+    halfway = (base + compute_adapted_weight(base, adapter)) / 2
+    assert torch.allclose(compute_adapted_weight(base, adapter, 0.5), halfway)
 
 
 def test_a_wrong_convention_shows():
     base, adapter = square_case()
-    right = adapted_weight(base, adapter)
+    right = compute_adapted_weight(base, adapter)
     errors = {}
     for side, norm_of in CONVENTIONS[1:]:
         other = Magnitude(adapter.magnitude.tensor, side=side, norm_of=norm_of)
-        errors[side, norm_of] = error(adapted_weight(base, replace(adapter, magnitude=other)), right)
+        errors[side, norm_of] = error(compute_adapted_weight(base, replace(adapter, magnitude=other)), right)
     assert min(errors.values()) > 0.05, errors
 
 
@@ -76,7 +76,7 @@ def test_a_wrong_convention_shows():
 @pytest.mark.parametrize("name", ["lora", "loha", "lokr"])
 def test_fp32_is_enough(name: str, side: str, shape: tuple[int, ...]):
     base, adapter = random_adapter(name, shape, seed=1, magnitude=side)
-    assert error(adapted_weight(base, adapter), adapted_weight(base.double(), adapter)) < 1e-6
+    assert error(compute_adapted_weight(base, adapter), compute_adapted_weight(base.double(), adapter)) < 1e-6
 
 
 @pytest.mark.parametrize("eps", [0.0, LYCORIS_EPS])
@@ -84,8 +84,8 @@ def test_a_row_of_zeros_stays_finite_and_so_does_its_gradient(eps: float):
     base, adapter = square_case()
     base[3] = 0
     tensors = {"down": adapter.tensors["down"].requires_grad_(), "up": torch.zeros(8, 2).requires_grad_()}
-    magnitude = Magnitude(norms(base, "out").requires_grad_(), eps=eps)
-    found = adapted_weight(base, replace(adapter, tensors=tensors, magnitude=magnitude))
+    magnitude = Magnitude(compute_weight_norms(base, "out").requires_grad_(), eps=eps)
+    found = compute_adapted_weight(base, replace(adapter, tensors=tensors, magnitude=magnitude))
     assert torch.allclose(found, base) and not found[3].any()
     found.square().sum().backward()
     assert all(tensor.grad.isfinite().all() for tensor in (*tensors.values(), magnitude.tensor))
@@ -104,9 +104,11 @@ def test_peft_forward(kind: str):
     magnitude = theirs.lora_magnitude_vector["default"].weight.data.mul_(1.1)
     tensors = {"down": theirs.lora_A["default"].weight.data, "up": up}
     adapter = SiteAdapter("lora", tensors, alpha=2, magnitude=Magnitude(magnitude))
-    weight = adapted_weight(layer.weight.detach(), adapter)
+    weight = compute_adapted_weight(layer.weight.detach(), adapter)
     assert torch.allclose(torch.func.functional_call(layer, {"weight": weight}, (x,)), theirs(x), atol=1e-5)
-    assert error(weight, adapted_weight(layer.weight.detach(), replace(adapter, alpha=3))) > 0.01, "alpha is not rank"
+    assert error(weight, compute_adapted_weight(layer.weight.detach(), replace(adapter, alpha=3))) > 0.01, (
+        "alpha is not rank"
+    )
 
 
 @pytest.mark.parametrize("on_output", [True, False])
@@ -127,10 +129,10 @@ def test_lycoris_forward(kind: str, on_output: bool):
         magnitude=Magnitude(magnitude, side="out" if on_output else "in", eps=LYCORIS_EPS),
     )
     weight = layer.weight.detach()
-    ours = torch.func.functional_call(layer, {"weight": adapted_weight(weight, adapter)}, (x,))
+    ours = torch.func.functional_call(layer, {"weight": compute_adapted_weight(weight, adapter)}, (x,))
     assert torch.allclose(ours, theirs(x), atol=1e-5)
     theirs.multiplier = 0.0
-    undirected = weight + weight_delta(weight, replace(adapter, magnitude=None))
+    undirected = weight + compute_weight_delta(weight, replace(adapter, magnitude=None))
     assert torch.allclose(torch.func.functional_call(layer, {"weight": undirected}, (x,)), theirs(x), atol=1e-5)
     assert error(theirs(x), layer(x)) > 0.01, "theirs is not the base at strength 0"
 
@@ -148,7 +150,7 @@ def test_lycoris_bypass_forgets_the_magnitude():
 def test_magnitudes_of_another_number_are_refused(count: int):
     base, adapter = square_case()
     with pytest.raises(AdapterError) as caught:
-        adapted_weight(base, replace(adapter, magnitude=Magnitude(torch.ones(count))))
+        compute_adapted_weight(base, replace(adapter, magnitude=Magnitude(torch.ones(count))))
     assert caught.value.code == "ADAPTER-DORA" and caught.value.evidence["magnitudes"] == [count]
 
 
@@ -156,5 +158,5 @@ def test_magnitudes_of_another_number_are_refused(count: int):
 def test_a_magnitude_over_a_multiplicative_algorithm_is_refused(name: str):
     base, adapter = random_adapter(name, (8, 4), seed=2)
     with pytest.raises(AdapterError) as caught:
-        adapted_weight(base, replace(adapter, magnitude=Magnitude(norms(base, "out"))))
+        compute_adapted_weight(base, replace(adapter, magnitude=Magnitude(compute_weight_norms(base, "out"))))
     assert caught.value.code == "ADAPTER-DORA"

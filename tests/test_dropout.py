@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from finitune.adapters.core import SiteAdapter
 from finitune.adapters.dropout import Dropout
-from finitune.adapters.layer import AdaptedLayer, attach
-from finitune.adapters.weight import adapted_weight
+from finitune.adapters.layer import AdaptedLayer, attach_adapters
+from finitune.adapters.weight import compute_adapted_weight
 from finitune.errors import AdapterError
 from tests.adapters_made import random_adapter
 from tests.test_algebra import relative
@@ -149,9 +149,9 @@ def test_the_same_seed_draws_the_same_and_every_call_anew():
 def test_attach_hands_it_on_and_the_mode_of_the_model_decides():
     model, x = nn.Sequential(nn.Linear(INTO, OUT)).requires_grad_(False), noise(4, INTO)
     _, adapter = random_adapter("lora", (OUT, INTO), 0)
-    attached = attach(model, {"0": adapter}, trainable=True, dropout=Dropout(network=0.5))
+    attached = attach_adapters(model, {"0": adapter}, trainable=True, dropout=Dropout(network=0.5))
     model.eval()
-    merged = nn.functional.linear(x, adapted_weight(model[0].weight, adapter), model[0].bias)
+    merged = nn.functional.linear(x, compute_adapted_weight(model[0].weight, adapter), model[0].bias)
     assert relative(model(x), merged) < 1e-5
     model.train()
     assert relative(model(x), merged) > 0.01

@@ -13,23 +13,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from finitune.device import reading
-from finitune.device.environment import Environment
-from finitune.device.reading import packages, pytorch
-from finitune.device.rules import TABLES, examine
-from finitune.device.rules.nccl_names import REAL
-from finitune.device.rules.packages import BAD_PAIRS, FLOORS, among
-from finitune.device.rules.variables import VARIABLES
+from finitune.machine import reading
+from finitune.machine.environment import Environment
+from finitune.machine.reading import packages, pytorch
+from finitune.machine.rules import MACHINE_RULES, examine_machine
+from finitune.machine.rules.nccl_names import KNOWN_NCCL_VARIABLES
+from finitune.machine.rules.packages import BAD_PAIRS, FLOORS, is_version_in
+from finitune.machine.rules.variables import SINGLE_VARIABLE_RULES
 from finitune.report import Level
 from tests.environments import ROWS, Row, machine
-
-RULES = [rule for table in TABLES for rule in table.RULES]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
 def test_each_machine_gives_the_findings_beside_it(row: Row):
     _, codes, environment = row
-    assert sorted(finding.code for finding in examine(environment)) == sorted(codes)
+    assert sorted(finding.code for finding in examine_machine(environment)) == sorted(codes)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
@@ -41,12 +39,12 @@ def test_facts_survive_json(row: Row):
 def test_the_table_is_large_and_finds_every_code():
     assert len(ROWS) >= 40 and len({name for name, _, _ in ROWS}) == len(ROWS)
     found = {code for _, codes, _ in ROWS for code in codes}
-    assert found == {rule.code for rule in RULES}
+    assert found == {rule.code for rule in MACHINE_RULES}
 
 
 def test_each_finding_has_numbers_a_source_and_a_remedy():
     for _, _, environment in ROWS:
-        for finding in examine(environment):
+        for finding in examine_machine(environment):
             source = finding.evidence["source"]
             assert str(source).startswith("https://"), finding.code
             assert len(finding.evidence) > 1 and finding.message and finding.remedy, finding.code
@@ -56,21 +54,25 @@ def test_each_finding_has_numbers_a_source_and_a_remedy():
 
 def test_findings_come_errors_first():
     for _, _, environment in ROWS:
-        levels = [list(Level).index(finding.level) for finding in examine(environment)]
+        levels = [list(Level).index(finding.level) for finding in examine_machine(environment)]
         assert levels == sorted(levels)
 
 
 def test_sources_of_the_inner_tables():
-    rows = [*BAD_PAIRS, *FLOORS, *VARIABLES]
+    rows = [*BAD_PAIRS, *FLOORS, *SINGLE_VARIABLE_RULES]
     assert all(row.source.startswith("https://") for row in rows)
-    assert among("0.0.31", ">=0.0.31") and not among("0.0.30.post1", ">=0.0.31") and not among("odd", ">=1")
+    assert (
+        is_version_in("0.0.31", ">=0.0.31")
+        and not is_version_in("0.0.30.post1", ">=0.0.31")
+        and not is_version_in("odd", ">=1")
+    )
 
 
 def test_real_names_are_those_of_the_installed_libraries():
     """The names that the reference documents call real or invented."""
     real = "TORCH_NCCL_NAN_CHECK NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_NVLS_ENABLE NCCL_CONF_FILE NCCL_RAS_ENABLE"
-    assert set(real.split()) <= REAL
-    assert not {"NCCL_TIMEOUT", "NCCL_SOCKET_NTIMEO", "NCCL_ASYNC_ERROR_HANDLING"} & REAL
+    assert set(real.split()) <= KNOWN_NCCL_VARIABLES
+    assert not {"NCCL_TIMEOUT", "NCCL_SOCKET_NTIMEO", "NCCL_ASYNC_ERROR_HANDLING"} & KNOWN_NCCL_VARIABLES
 
 
 def test_this_machine_against_independent_sources():
@@ -102,7 +104,7 @@ def test_this_machine_against_independent_sources():
 def test_reading_packages_imports_none():
     program = (
         "import sys\n"
-        "from finitune.device.reading.packages import read_packages\n"
+        "from finitune.machine.reading.packages import read_packages\n"
         "assert len(read_packages()) > 5\n"
         "sys.exit(bool({'torch', 'diffusers', 'numpy', 'xformers', 'transformers'} & set(sys.modules)))\n"
     )
@@ -131,15 +133,15 @@ def test_memory_limits_of_control_groups(tmp_path: Path):
     (second.parent / "memory.stat").write_text("anon 1000\ninactive_file 1000\n")
     (second / "memory.max").write_text("max\n")
     own.write_text("0::/job/step\n")
-    assert reading.group_memory(tmp_path / "v2", own) == (8589934592, 2000)
+    assert reading.read_cgroup_memory(tmp_path / "v2", own) == (8589934592, 2000)
     first = tmp_path / "v1" / "memory" / "box"
     first.mkdir(parents=True)
     (first / "memory.limit_in_bytes").write_text("1073741824\n")
     (first / "memory.usage_in_bytes").write_text("5\n")
     (first.parent / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     own.write_text("11:cpu:/x\n4:memory:/box\n0::/\n")
-    assert reading.group_memory(tmp_path / "v1", own) == (1073741824, 5)
-    assert reading.group_memory(tmp_path / "none", own) == (None, 0)
+    assert reading.read_cgroup_memory(tmp_path / "v1", own) == (1073741824, 5)
+    assert reading.read_cgroup_memory(tmp_path / "none", own) == (None, 0)
 
 
 def test_cards_as_nvidia_smi_tells_them(monkeypatch: pytest.MonkeyPatch):
@@ -147,7 +149,7 @@ def test_cards_as_nvidia_smi_tells_them(monkeypatch: pytest.MonkeyPatch):
         "NVIDIA GeForce RTX 3060, GPU-1a, 580.95.05, 8.6, 12288, 11000, [N/A], [N/A]\n"
         "NVIDIA A100-SXM4-40GB, GPU-2b, 580.95.05, 8.0, 40960, 40000, Enabled, Enabled\n"
     )
-    monkeypatch.setattr(pytorch, "output_of", lambda program, *_: said)
+    monkeypatch.setattr(pytorch, "run_program", lambda program, *_: said)
     driver = pytorch.read_driver()
     assert driver.version == "580.95.05" and [card.capability for card in driver.cards] == [(8, 6), (8, 0)]
     assert [(card.mig, card.ecc) for card in driver.cards] == [(False, None), (True, True)]
@@ -155,10 +157,10 @@ def test_cards_as_nvidia_smi_tells_them(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_program_that_fails_or_hangs_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pytorch, "SECONDS", 0.2)
-    assert pytorch.output_of("no-such-program") == ""
-    assert pytorch.output_of(sys.executable, "-c", "import time; time.sleep(5)") == ""
-    assert pytorch.output_of(sys.executable, "-c", "print(1); raise SystemExit(3)") == ""
+    monkeypatch.setattr(pytorch, "PROGRAM_TIMEOUT_S", 0.2)
+    assert pytorch.run_program("no-such-program") == ""
+    assert pytorch.run_program(sys.executable, "-c", "import time; time.sleep(5)") == ""
+    assert pytorch.run_program(sys.executable, "-c", "print(1); raise SystemExit(3)") == ""
 
 
 def test_what_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -174,7 +176,7 @@ def test_what_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch):
 def test_a_torch_that_does_not_load_is_a_fact(tmp_path: Path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open')\n")
-    program = "from finitune.device.reading import read_environment; print(read_environment().torch.error)"
+    program = "from finitune.machine.reading import read_environment; print(read_environment().torch.error)"
     done = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -190,7 +192,7 @@ def test_graphics_cards_on_the_bus(tmp_path: Path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "class").write_text(kind)
         (tmp_path / name / "vendor").write_text(vendor)
-    assert pytorch.read_bus(tmp_path) == ("amd", "nvidia")
+    assert pytorch.read_pci_vendors(tmp_path) == ("amd", "nvidia")
 
 
 def test_metadata_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

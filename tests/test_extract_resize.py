@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from finitune.adapters import SiteAdapter
-from finitune.adapters.difference import change_error
-from finitune.adapters.weight import adapted_bias, adapted_weight, weight_delta
+from finitune.adapters.difference import compute_change_error
+from finitune.adapters.weight import compute_adapted_bias, compute_adapted_weight, compute_weight_delta
 from finitune.errors import FinituneError, ModelError, NumericsError, UsageError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
-from finitune.journeys import extract as extract_journey
-from finitune.journeys import resize as resize_journey
-from finitune.merging.bases import open_base
-from finitune.merging.extract import Extracted, Wish, extract, unpaired
-from finitune.merging.pairing import as_family, model_of, open_checkpoint
+from finitune.merging.base_model import open_merge_base
+from finitune.merging.extract import ExtractionOptions, ExtractionResult, extract_adapter, list_unpaired_tensors
+from finitune.merging.pairing import assign_family, find_model_spec, open_pairable_checkpoint
 from finitune.namings.read import read_adapter
+from finitune.verbs import extract as extract_journey
+from finitune.verbs import resize as resize_journey
 
 Tensors = dict[str, Tensor]
 SITE = "transformer.layer"
@@ -36,14 +36,14 @@ def lora(out: int, into: int, rank: int, alpha: float | None, seed: int = 0) -> 
     return SiteAdapter("lora", {"up": noise(out, rank, seed=seed), "down": noise(rank, into, seed=seed + 1)}, alpha)
 
 
-def compared(tmp_path: Path, base: Tensors, tuned: Tensors, wish: Wish) -> Extracted:
+def compared(tmp_path: Path, base: Tensors, tuned: Tensors, wish: ExtractionOptions) -> ExtractionResult:
     """What extract makes of two files."""
     files = []
     for name, tensors in (("base", base), ("tuned", tuned)):
         save_tensors(tmp_path / f"{name}.safetensors", tensors)
-        files.append(open_base(tmp_path / f"{name}.safetensors"))
-    family = model_of(files[1])
-    return extract(*(open_checkpoint(as_family(one, family)) for one in files), wish)
+        files.append(open_merge_base(tmp_path / f"{name}.safetensors"))
+    family = find_model_spec(files[1])
+    return extract_adapter(*(open_pairable_checkpoint(assign_family(one, family)) for one in files), wish)
 
 
 def optimum(matrix: Tensor, rank: int) -> float:
@@ -54,15 +54,15 @@ def optimum(matrix: Tensor, rank: int) -> float:
 def test_a_merged_lora_comes_out_again(tmp_path: Path):
     base = {"layer.weight": noise(40, 30, size=0.05)}
     adapter = lora(40, 30, 4, 0.1)
-    tuned = {"layer.weight": adapted_weight(base["layer.weight"], adapter)}
-    done = compared(tmp_path, base, tuned, Wish(rank=4))
+    tuned = {"layer.weight": compute_adapted_weight(base["layer.weight"], adapter)}
+    done = compared(tmp_path, base, tuned, ExtractionOptions(rank=4))
     found = done.adapter()[SITE]
     assert found.alpha == 4
-    assert change_error(found, adapter) < 1e-6  # the rounding of the sum
+    assert compute_change_error(found, adapter) < 1e-6  # the rounding of the sum
     (row,) = done.rows
     assert row.rank == 4 and row.error < 1e-6
     assert row.change == pytest.approx(
-        float(weight_delta(base["layer.weight"], adapter).norm() / base["layer.weight"].norm())
+        float(compute_weight_delta(base["layer.weight"], adapter).norm() / base["layer.weight"].norm())
     )
 
 
@@ -71,20 +71,20 @@ def test_a_merged_lora_comes_out_again(tmp_path: Path):
 def test_an_extracted_change_is_the_best_of_its_rank(tmp_path_factory, rank: int, seed: int, kernel: bool):
     shape = (16, 6, 3, 3) if kernel else (16, 20)
     base, tuned = ({"layer.weight": noise(*shape, seed=seed + i)} for i in (0, 1))
-    done = compared(tmp_path_factory.mktemp("pair"), base, tuned, Wish(rank=rank))
+    done = compared(tmp_path_factory.mktemp("pair"), base, tuned, ExtractionOptions(rank=rank))
     delta = tuned["layer.weight"] - base["layer.weight"]
     best = optimum(delta, rank)
     assert done.rows[0].error == pytest.approx(best, abs=1e-9)
     found = done.adapter()[SITE]
     assert found.tensors["down"].shape == (rank, *shape[1:])
-    error = (weight_delta(torch.zeros(shape, dtype=torch.float64), found) - delta).norm() / delta.norm()
+    error = (compute_weight_delta(torch.zeros(shape, dtype=torch.float64), found) - delta).norm() / delta.norm()
     assert float(error) == pytest.approx(best, abs=1e-6)
 
 
 def test_an_energy_decides_the_rank_of_each_layer(tmp_path: Path):
     base = {"a.weight": torch.zeros(20, 20), "b.weight": torch.zeros(20, 20)}
     tuned = {"a.weight": noise(20, 1) @ noise(1, 20, seed=1), "b.weight": noise(20, 20)}
-    rows = {row.site: row for row in compared(tmp_path, base, tuned, Wish(energy=0.9)).rows}
+    rows = {row.site: row for row in compared(tmp_path, base, tuned, ExtractionOptions(energy=0.9)).rows}
     assert rows["transformer.a"].rank == 1 < (rows["transformer.b"].rank or 0) < 20
     assert all(row.energy >= 0.9 for row in rows.values())
     assert rows["transformer.a"].change == math.inf  # of a weight that was zero
@@ -94,8 +94,8 @@ def test_an_energy_decides_the_rank_of_each_layer(tmp_path: Path):
 def test_half_checkpoints_are_subtracted_in_fp32(tmp_path: Path, dtype: torch.dtype):
     base = {"layer.weight": noise(12, 10).to(dtype)}
     tuned = {"layer.weight": (base["layer.weight"].float() + noise(12, 10, seed=1, size=0.02)).to(dtype)}
-    done = compared(tmp_path, base, tuned, Wish(energy=1.0))
-    merged = adapted_weight(base["layer.weight"].float(), done.adapter()[SITE])
+    done = compared(tmp_path, base, tuned, ExtractionOptions(energy=1.0))
+    merged = compute_adapted_weight(base["layer.weight"].float(), done.adapter()[SITE])
     assert torch.equal(merged.to(dtype), tuned["layer.weight"])
     assert done.dtypes == {(dtype, dtype)}
 
@@ -105,7 +105,7 @@ def test_norms_and_biases_are_kept_whole(tmp_path: Path):
     base |= {"layer.bias": torch.zeros(8), "other.weight": noise(8, 6), "other.bias": torch.zeros(8)}
     tuned = {key: tensor + noise(*tensor.shape, seed=3) for key, tensor in base.items()}
     tuned["other.weight"] = base["other.weight"]
-    adapter = compared(tmp_path, base, tuned, Wish(rank=6)).adapter()
+    adapter = compared(tmp_path, base, tuned, ExtractionOptions(rank=6)).adapter()
     assert {site: one.algorithm for site, one in adapter.sites.items()} == {
         "transformer.norm": "norm",
         "transformer.layer": "lora",
@@ -114,9 +114,10 @@ def test_norms_and_biases_are_kept_whole(tmp_path: Path):
     for site, one in adapter.sites.items():
         name = site.removeprefix("transformer.")
         assert torch.equal(
-            adapted_weight(base[f"{name}.weight"], one).round(decimals=4), tuned[f"{name}.weight"].round(decimals=4)
+            compute_adapted_weight(base[f"{name}.weight"], one).round(decimals=4),
+            tuned[f"{name}.weight"].round(decimals=4),
         )
-        bias = adapted_bias(base[f"{name}.bias"], one)
+        bias = compute_adapted_bias(base[f"{name}.bias"], one)
         assert bias is not None
         torch.testing.assert_close(bias, tuned[f"{name}.bias"])
 
@@ -124,22 +125,22 @@ def test_norms_and_biases_are_kept_whole(tmp_path: Path):
 def test_the_same_is_left_out_and_counted(tmp_path: Path):
     base = {name: noise(8, 6, seed=i) for i, name in enumerate(("a.weight", "b.weight", "c.weight"))}
     tuned = {**base, "b.weight": base["b.weight"] + 1e-6, "c.weight": base["c.weight"] + 1}
-    done = compared(tmp_path, base, tuned, Wish(rank=2, min_change=1e-4))
+    done = compared(tmp_path, base, tuned, ExtractionOptions(rank=2, min_change=1e-4))
     assert (done.identical, done.small, [*done.adapter()]) == (1, 1, ["transformer.c"])
     with pytest.raises(ModelError) as caught:
-        compared(tmp_path, base, base, Wish(rank=2))
+        compared(tmp_path, base, base, ExtractionOptions(rank=2))
     assert caught.value.code == "MODELS-IDENTICAL"
 
 
 def test_what_has_no_place_is_named_with_its_share(tmp_path: Path):
     base = {"embed_tokens.weight": torch.zeros(8, 6), "layer.weight": torch.zeros(8, 6), "table": torch.zeros(4)}
     tuned = {"embed_tokens.weight": noise(8, 6), "layer.weight": noise(8, 6, seed=1), "table": torch.ones(4)}
-    done = compared(tmp_path, base, tuned, Wish(rank=6))
+    done = compared(tmp_path, base, tuned, ExtractionOptions(rank=6))
     assert {one.name for one in done.left_out} == {"transformer.embed_tokens.weight", "table"}
     squares = {key: float(tensor.square().sum()) for key, tensor in tuned.items()}
     kept = squares["layer.weight"] / sum(squares.values())
     assert done.left_out_share == pytest.approx(1 - kept, rel=1e-5)
-    done = compared(tmp_path, base, tuned, Wish(rank=6, full=True))
+    done = compared(tmp_path, base, tuned, ExtractionOptions(rank=6, full=True))
     assert [one.name for one in done.left_out] == ["table"]
     assert torch.equal(done.adapter()["transformer.embed_tokens"].tensors["diff"], tuned["embed_tokens.weight"])
 
@@ -147,10 +148,10 @@ def test_what_has_no_place_is_named_with_its_share(tmp_path: Path):
 def test_only_what_is_asked_for(tmp_path: Path):
     base = {name: noise(8, 6) for name in ("blocks.0.to_q.weight", "blocks.0.to_k.weight", "blocks.1.to_q.weight")}
     tuned = {name: tensor + 1 for name, tensor in base.items()}
-    done = compared(tmp_path, base, tuned, Wish(rank=1, include=("transformer.*.to_q",)))
+    done = compared(tmp_path, base, tuned, ExtractionOptions(rank=1, include=("transformer.*.to_q",)))
     assert [*done.adapter()] == ["transformer.blocks.0.to_q", "transformer.blocks.1.to_q"] and done.excluded == 1
     with pytest.raises(UsageError) as caught:
-        compared(tmp_path, base, tuned, Wish(rank=1, include=("to_v",)))
+        compared(tmp_path, base, tuned, ExtractionOptions(rank=1, include=("to_v",)))
     assert caught.value.code == "INCLUDE-NOTHING"
 
 
@@ -165,7 +166,7 @@ FAULTS: list[tuple[Tensors, type[FinituneError], str, str]] = [
 @pytest.mark.parametrize(("tuned", "kind", "code", "subject"), FAULTS)
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, tuned: Tensors, kind, code: str, subject: str):
     with pytest.raises(kind) as caught:
-        compared(tmp_path, {"a.weight": torch.zeros(8, 6)}, tuned, Wish(rank=2))
+        compared(tmp_path, {"a.weight": torch.zeros(8, 6)}, tuned, ExtractionOptions(rank=2))
     assert (caught.value.code, caught.value.subject) == (code, subject)
 
 
@@ -194,13 +195,13 @@ def test_the_original_naming_meets_diffusers(tmp_path: Path):
     """Fused weights part by part, and halves put right: two namings of one model do not differ at all."""
     original, ours = flux()
     with pytest.raises(ModelError) as caught:
-        compared(tmp_path, original, ours, Wish(rank=2))
+        compared(tmp_path, original, ours, ExtractionOptions(rank=2))
     assert (caught.value.code, caught.value.evidence["identical"]) == ("MODELS-IDENTICAL", len(ours))
     changed = "single_transformer_blocks.0.attn.to_k"
     ours[f"{changed}.weight"] = ours[f"{changed}.weight"] + 1
-    done = compared(tmp_path, original, ours, Wish(rank=2))
+    done = compared(tmp_path, original, ours, ExtractionOptions(rank=2))
     assert [*done.adapter()] == [f"transformer.{changed}"]
-    family = open_base(tmp_path / "base.safetensors").family
+    family = open_merge_base(tmp_path / "base.safetensors").family
     assert family is not None and family.name == "flux"
 
 
@@ -210,10 +211,10 @@ def test_folders_and_what_only_one_of_them_has(tmp_path: Path):
     ours["norm_out.linear.bias"] = torch.ones(16)
     save_tensors(tmp_path / "tuned" / "transformer" / "diffusion_pytorch_model.safetensors", ours)
     save_tensors(tmp_path / "tuned" / "vae" / "diffusion_pytorch_model.safetensors", {"decoder.weight": torch.ones(2)})
-    files = [open_base(tmp_path / name) for name in ("base.safetensors", "tuned")]
+    files = [open_merge_base(tmp_path / name) for name in ("base.safetensors", "tuned")]
     assert list(files[1].files) == ["transformer", "vae"]
-    base, tuned = (open_checkpoint(as_family(one, model_of(files[0]))) for one in files)
-    only_base, only_tuned = unpaired(base, tuned)
+    base, tuned = (open_pairable_checkpoint(assign_family(one, find_model_spec(files[0]))) for one in files)
+    only_base, only_tuned = list_unpaired_tensors(base, tuned)
     assert only_base == []
     assert only_tuned == ["transformer.norm_out.linear.bias", "vae.decoder.weight"]
 
@@ -238,8 +239,8 @@ def test_a_module_that_a_file_has_twice_is_said(tmp_path: Path):
 
 def test_one_pair_of_tensors_at_a_time(tmp_path: Path):
     save_tensors(tmp_path / "a.safetensors", {"a.weight": torch.ones(4, 4), "b.weight": torch.ones(4, 4)})
-    files = open_base(tmp_path / "a.safetensors")
-    checkpoint = open_checkpoint(as_family(files, model_of(files)))
+    files = open_merge_base(tmp_path / "a.safetensors")
+    checkpoint = open_pairable_checkpoint(assign_family(files, find_model_spec(files)))
     first = checkpoint.read("transformer.a.weight")
     assert checkpoint.last is not None and checkpoint.last[1] is first
     checkpoint.read("transformer.b.weight")
@@ -270,7 +271,7 @@ def test_extract_writes_a_file_that_reads_back(tmp_path: Path, to, dtype):
     reading = read_adapter(TensorFile(out))
     assert reading.family is not None and reading.family.name == "anima" and reading.spelling == to
     site = "transformer.transformer_blocks.1.attn2.to_q"
-    found = weight_delta(torch.zeros(12, 10), reading.adapter[site])
+    found = compute_weight_delta(torch.zeros(12, 10), reading.adapter[site])
     torch.testing.assert_close(
         found, changed["net.blocks.1.cross_attn.q_proj.weight"], rtol=0, atol=2e-3 if dtype else 1e-6
     )
@@ -290,7 +291,7 @@ def test_resize_writes_a_file_that_reads_back(tmp_path: Path):
     assert report.figures["energy_min"] == pytest.approx(1 - report.figures["relative_error_max"] ** 2)
     before, after = (read_adapter(TensorFile(path)).adapter for path in (large, small))
     for site in before:
-        assert change_error(after[site], before[site]) <= report.figures["relative_error_max"] + 1e-3
+        assert compute_change_error(after[site], before[site]) <= report.figures["relative_error_max"] + 1e-3
         assert all(t.dtype == torch.float16 for t in after[site].tensors.values())
     again = resize_journey.run(resize_journey.Request(file=small, rank=3, out=tmp_path / "again.safetensors"))
     assert "RESIZE-KEPT" in {finding.code for finding in again.findings}

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from finitune.config.datasets import Subset
-from finitune.datasets.folders import matched_repeats, scan, split, summary, verify_pictures
-from finitune.datasets.items import Example
-from finitune.datasets.listing import labels_of
-from finitune.datasets.telling import bounded
-from finitune.progress import Silent
+from finitune.datasets.dataset_scan import (
+    build_dataset_summary,
+    compute_matched_repeats,
+    scan_datasets,
+    split_validation,
+    verify_pictures,
+)
+from finitune.datasets.finding_summaries import limit_findings
+from finitune.datasets.folder_listing import build_folder_labels
+from finitune.datasets.items import TrainingExample
+from finitune.progress import SilentProgress
 from finitune.report import Finding, Level
 from tests.picture_files import captions, found, noise_picture, resolved, saved, scanned, written
 
@@ -51,7 +57,7 @@ def test_a_clean_folder_has_nothing_to_tell(tmp_path: Path):
         "smallest": "8x6",
         "largest": "8x6",
     }
-    assert summary(result).rows == (("1", "cats", "3", "3", "9", "3", "0", "8x6"),)
+    assert build_dataset_summary(result).rows == (("1", "cats", "3", "3", "9", "3", "0", "8x6"),)
 
 
 @pytest.mark.parametrize("extension", ["txt2", ".txt2", None])
@@ -164,8 +170,8 @@ def test_all_faults_are_told_at_once_and_bad_pictures_are_left_out(tmp_path: Pat
 
 
 def test_empty_data_sets(tmp_path: Path):
-    assert codes(scan((), Silent())) == ["DATASET-EMPTY"]
-    assert codes(scan(resolved(), Silent())) == ["DATASET-EMPTY"]
+    assert codes(scan_datasets((), SilentProgress())) == ["DATASET-EMPTY"]
+    assert codes(scan_datasets(resolved(), SilentProgress())) == ["DATASET-EMPTY"]
     written(tmp_path / "img" / "notes.txt", "x")
     result = scanned(tmp_path / "img")
     assert found(result, "DATASET-EMPTY").remedy == "Its files end with .txt."
@@ -182,7 +188,7 @@ def test_the_same_file_and_the_same_folder_twice(tmp_path: Path):
 
 
 def test_folders_of_one_name_are_told_apart():
-    labels = labels_of([Path("x/img"), Path("y/img"), Path("z")])
+    labels = build_folder_labels([Path("x/img"), Path("y/img"), Path("z")])
     assert list(labels.values()) == ["x/img", "y/img", "z"]
 
 
@@ -202,7 +208,7 @@ def by_loop(wanted: int, repeats: list[int]) -> list[int]:
 @settings(max_examples=60)
 @given(st.integers(1, 60), st.lists(st.integers(1, 9), min_size=1, max_size=9))
 def test_regularisation_is_repeated_as_by_sd_scripts(wanted: int, repeats: list[int]):
-    assert matched_repeats(wanted, repeats) == by_loop(wanted, repeats)
+    assert compute_matched_repeats(wanted, repeats) == by_loop(wanted, repeats)
 
 
 def test_regularisation_matches_the_training_pictures(tmp_path: Path):
@@ -221,12 +227,12 @@ def test_regularisation_matches_the_training_pictures(tmp_path: Path):
 @given(count=st.integers(0, 40), rate=st.floats(0, 0.9), seed=st.integers(0, 9))
 def test_the_split_is_stable_and_leaves_both_sides_something(count: int, rate: float, seed: int):
     plain, regular = (resolved(Subset(is_reg=is_reg))[0].subsets[0] for is_reg in (False, True))
-    every = [Example(Path(f"{n}.png"), f"{n}.png", (8, 8), "", plain) for n in range(count)]
-    every.append(Example(Path("r.png"), "r.png", (8, 8), "", regular))
-    train, held = split(every, rate, seed)
+    every = [TrainingExample(Path(f"{n}.png"), f"{n}.png", (8, 8), "", plain) for n in range(count)]
+    every.append(TrainingExample(Path("r.png"), "r.png", (8, 8), "", regular))
+    train, held = split_validation(every, rate, seed)
     assert sorted([*train, *held], key=every.index) == every and every[-1] in train
     assert len(held) == (0 if rate == 0 or count < 2 else min(max(1, round(rate * count)), count - 1))
-    again = split(every[::-1], rate, seed)[1]
+    again = split_validation(every[::-1], rate, seed)[1]
     assert {example.name for example in again} == {example.name for example in held}
 
 
@@ -236,7 +242,7 @@ def test_every_picture_is_decoded_and_bad_ones_are_named(tmp_path: Path):
     written(tmp_path / "c.png", (tmp_path / "c.png").read_bytes()[:-500])
     saved(tmp_path / "d.png", Image.new("RGBA", (4, 4)))
     (examples,) = scanned(tmp_path).examples
-    findings = verify_pictures(examples, Silent(), workers=2)
+    findings = verify_pictures(examples, SilentProgress(), workers=2)
     assert codes(findings) == ["PICTURE-NOTE", "PICTURE-TRUNCATED"]
     assert found(findings, "PICTURE-TRUNCATED").subject == str(tmp_path / "c.png")
     assert "100 % of it, laid on white" in found(findings, "PICTURE-NOTE").message
@@ -244,12 +250,12 @@ def test_every_picture_is_decoded_and_bad_ones_are_named(tmp_path: Path):
 
 def test_of_many_findings_some_are_told_and_all_are_counted():
     many = [Finding(Level.NOTE, "N", f"{n}", "said") for n in range(9)]
-    told = bounded([*many, *many])
+    told = limit_findings([*many, *many])
     assert [finding.subject for finding in told] == ["0", "1", "2", "3", "4", ""]
     assert told[-1].evidence == {"count": 9, "more": 4, "first": ["5", "6", "7", "8"]}
 
 
-class Counter(Silent):
+class Counter(SilentProgress):
     """Progress that counts."""
 
     def __init__(self) -> None:
@@ -263,7 +269,11 @@ class Counter(Silent):
 
 
 @pytest.mark.parametrize(
-    "ask", [scan, lambda data, progress: verify_pictures(scan(data, Silent()).examples[0], progress)]
+    "ask",
+    [
+        scan_datasets,
+        lambda data, progress: verify_pictures(scan_datasets(data, SilentProgress()).examples[0], progress),
+    ],
 )
 def test_progress_counts_to_its_end(tmp_path: Path, ask: Callable[..., object]):
     folder(tmp_path, "a.png", "b.png")

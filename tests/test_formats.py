@@ -10,41 +10,41 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from finitune.errors import NumericsError
-from finitune.numerics.formats import BFLOAT, HALF, SINGLE, Format, exponent_for, format_of, headroom_bits
+from finitune.numerics.formats import BF16, FP16, FP32, FloatFormat, exponent_for, find_float_format, headroom_bits
 from finitune.numerics.rounding import round_significand, round_to, round_to_
-from finitune.numerics.stats import amax, amax_into, range_stats, weight_audit
+from finitune.numerics.stats import amax, amax_into, audit_weight, range_stats
 
-FORMATS = [HALF, BFLOAT, SINGLE]
+FORMATS = [FP16, BF16, FP32]
 magnitudes = st.floats(min_value=0, max_value=2.0**120, allow_nan=False)
 
 
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_a_format_states_what_torch_does(fmt: Format) -> None:
+def test_a_format_states_what_torch_does(fmt: FloatFormat) -> None:
     edge = torch.tensor([fmt.max, fmt.least, fmt.least / 2, fmt.overflow_at], dtype=torch.float64).to(fmt.dtype)
     assert edge[0] == fmt.max and edge[1] == fmt.least and edge[2] == 0 and edge[3].isinf()
-    if fmt is not SINGLE:  # torch narrows fp64 by way of fp32, so the last number below the edge is an fp32 one
+    if fmt is not FP32:  # torch narrows fp64 by way of fp32, so the last number below the edge is an fp32 one
         edge_in_single = torch.tensor(fmt.overflow_at)
         assert edge_in_single.to(fmt.dtype).isinf()
         assert torch.nextafter(edge_in_single, torch.tensor(0.0)).to(fmt.dtype) == fmt.max
     assert torch.nextafter(torch.tensor(1.0, dtype=fmt.dtype), edge[0]) - 1 == 2.0 ** (1 - fmt.significand_bits)
     assert fmt.tiny == torch.finfo(fmt.dtype).tiny
-    assert format_of(fmt.dtype) is fmt
+    assert find_float_format(fmt.dtype) is fmt
 
 
 def test_fp16_in_numbers() -> None:
-    assert (HALF.max, HALF.overflow_at, HALF.tiny, HALF.least) == (65504, 65520, 2.0**-14, 2.0**-24)
+    assert (FP16.max, FP16.overflow_at, FP16.tiny, FP16.least) == (65504, 65520, 2.0**-14, 2.0**-24)
 
 
 def test_an_unknown_format_is_refused_by_name() -> None:
     with pytest.raises(NumericsError, match="int8") as refused:
-        format_of(torch.int8)
+        find_float_format(torch.int8)
     assert refused.value.code == "DTYPE-UNKNOWN"
 
 
 @given(magnitudes, st.floats(min_value=0, max_value=8))
 def test_the_exponent_is_the_smallest_that_keeps_the_headroom(magnitude: float, headroom: float) -> None:
     k = exponent_for(magnitude, headroom)
-    limit = HALF.max * 2.0**-headroom
+    limit = FP16.max * 2.0**-headroom
     assert k >= 0 and magnitude * 2.0**-k <= limit
     assert k == 0 or magnitude * 2.0 ** -(k - 1) > limit
 
@@ -57,8 +57,8 @@ def test_a_planned_exponent_never_overflows(magnitude: float) -> None:
 
 
 def test_headroom_counts_doublings() -> None:
-    assert headroom_bits(HALF.max / 4) == 2
-    assert headroom_bits(HALF.max * 8) == -3
+    assert headroom_bits(FP16.max / 4) == 2
+    assert headroom_bits(FP16.max * 8) == -3
     assert headroom_bits(0) == math.inf
     assert exponent_for(0) == 0
 
@@ -84,7 +84,7 @@ def test_rounding_in_place_equals_rounding_out_of_place(dtype: torch.dtype) -> N
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(2, 24))
 def test_significand_rounding_equals_its_definition(value: float, bits: int) -> None:
     m, e = math.frexp(value)
-    assume(abs(value) >= SINGLE.tiny or value == 0)  # below, the definition would have to count fewer bits
+    assume(abs(value) >= FP32.tiny or value == 0)  # below, the definition would have to count fewer bits
     expected = torch.tensor(math.ldexp(round(math.ldexp(m, bits)), e - bits), dtype=torch.float64).float()
     assert torch.equal(round_significand(torch.tensor(value), bits), expected)
 
@@ -133,7 +133,7 @@ def test_range_stats_of_a_known_tensor() -> None:
 @given(st.integers(-30, 20))
 def test_a_weight_audit_counts_what_fp16_changes(binade: int) -> None:
     w = (torch.randn(5000) * 2.0**binade).bfloat16()
-    audit = weight_audit(w)
+    audit = audit_weight(w)
     exact, half = w.double(), w.half().double()
     assert audit["overflow"] == int((half.isinf()).sum())
     assert audit["flushed"] == int(((half == 0) & (exact != 0)).sum())
@@ -142,7 +142,7 @@ def test_a_weight_audit_counts_what_fp16_changes(binade: int) -> None:
 
 
 def test_a_weight_audit_of_known_elements() -> None:
-    audit = weight_audit(torch.tensor([1.0, 1e6, 1e-9, 1.0 + 2.0**-20, math.nan]))
+    audit = audit_weight(torch.tensor([1.0, 1e6, 1e-9, 1.0 + 2.0**-20, math.nan]))
     assert {k: v for k, v in audit.items() if k != "relative_rms"} == {
         "numel": 5,
         "nonfinite": 1,

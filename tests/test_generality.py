@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from finitune.precision.certificate import prove
-from finitune.precision.planner import Call, plan_component
+from finitune.precision.certificate import prove_component_plan
+from finitune.precision.planner import RecordedCall, plan_component
 
 LOUD = ("to_out.0.weight", "to_add_out.weight", "net.2.weight", "proj_out.weight", "conv2.weight")
 TEXT = {"encoder_hidden_states": (1, 8, 32)}
@@ -95,9 +95,9 @@ def test_the_planner_keeps_its_promises_on_other_families(family, exponent):
         if name.endswith(LOUD) and name != "proj_out.weight":
             parameter.data *= 2.0**exponent
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    calls = [Call((), {**tensors, **rest, "return_dict": False})]
+    calls = [RecordedCall((), {**tensors, **rest, "return_dict": False})]
     plan = plan_component(model, calls, 2, "fp32")
-    certificate = prove(model, plan, calls, 2)
+    certificate = prove_component_plan(model, plan, calls, 2)
     assert bool(plan.lines) == bool(exponent) and not plan.islands
     assert certificate.exact_rel_l2 == 0.0 and certificate.finite and certificate.headroom_bits_min >= 2
     assert certificate.half_flops_share >= 0.99 and certificate.droppable_lines == 0

@@ -9,11 +9,11 @@ from PIL import Image
 import finitune as ft
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
-from finitune.generation.picture import read_metadata
-from finitune.journeys import generate, merge
-from finitune.models.anima.load import load_folder, pipeline
-from finitune.models.pico import folder
+from finitune.generation.picture import read_picture_metadata
+from finitune.models.anima.load import build_anima_pipeline, load_folder
+from finitune.models.pico import get_pico_folder
 from finitune.numerics.compare import psnr_db
+from finitune.verbs import generate, merge
 from tests.trained import saved, trained_adapter
 
 STEPS = 4
@@ -23,7 +23,7 @@ ALGORITHMS = ("lora", "loha", "lokr")
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """One file for each algorithm, trained for a few steps."""
-    place, parts = tmp_path_factory.mktemp("adapters"), load_folder(folder())
+    place, parts = tmp_path_factory.mktemp("adapters"), load_folder(get_pico_folder())
     return {name: saved(trained_adapter(parts, name), place / f"{name}.safetensors") for name in ALGORITHMS}
 
 
@@ -74,7 +74,7 @@ def test_a_planned_picture_with_an_adapter_is_certified_again(files, tmp_path):
     assert report.figures["adapted_step_rel_l2"] < report.figures["adapted_bf16_step_rel_l2"] / 2
     assert report.figures["adapted_headroom_bits"] >= 1
     assert psnr_db(planned, reference, 255.0) > 40
-    metadata = read_metadata(tmp_path / "half.png")
+    metadata = read_picture_metadata(tmp_path / "half.png")
     fingerprint = TensorFile(files["lora"]).fingerprint()
     assert metadata["adapters"] == [{"file": "lora.safetensors", "strength": 1.0, "fingerprint": fingerprint}]
 
@@ -104,7 +104,7 @@ def test_a_bad_adapter_is_refused_before_anything_is_drawn(files, tmp_path):
 
 
 def test_a_script_attaches_a_file_and_takes_it_off(files):
-    pipe = pipeline(load_folder(folder()))
+    pipe = build_anima_pipeline(load_folder(get_pico_folder()))
     modules, bits = dict(pipe.transformer.named_modules()), pipe.transformer.proj_out.weight.clone()
 
     def drawn_by(pipe):

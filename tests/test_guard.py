@@ -18,26 +18,26 @@ from torch import Tensor
 from finitune.config.schema import GuardSection
 from finitune.errors import NumericsError
 from finitune.report import Level
-from finitune.training.guard import Action, Evidence, Guard, demand_fp32_masters, first_nonfinite
+from finitune.training.guard import GuardAction, StepEvidence, TrainingGuard, find_first_nonfinite, require_fp32_masters
 
 NAN, INF = float("nan"), float("inf")
-OK, SKIP, QUARANTINE, ROLLBACK, STOP = Action
+OK, SKIP, QUARANTINE, ROLLBACK, STOP = GuardAction
 NAMES = ("a.png", "b.png", "c.png", "d.png")
 
 
-def guard_of(examples: int = 100, **options: Any) -> Guard:
-    return Guard(GuardSection(**{"max_skips": 2, "max_rollbacks": 2, "snapshot_every": 3, **options}), examples)
+def guard_of(examples: int = 100, **options: Any) -> TrainingGuard:
+    return TrainingGuard(GuardSection(**{"max_skips": 2, "max_rollbacks": 2, "snapshot_every": 3, **options}), examples)
 
 
-def good(step: int = 0) -> Evidence:
-    return Evidence(step, NAMES)
+def good(step: int = 0) -> StepEvidence:
+    return StepEvidence(step, NAMES)
 
 
-def bad(step: int = 0, *suspects: str, names: tuple[str, ...] = NAMES, **what: Any) -> Evidence:
-    return Evidence(step, names, suspects=suspects, **{"loss_finite": False, "gradient_finite": False, **what})
+def bad(step: int = 0, *suspects: str, names: tuple[str, ...] = NAMES, **what: Any) -> StepEvidence:
+    return StepEvidence(step, names, suspects=suspects, **{"loss_finite": False, "gradient_finite": False, **what})
 
 
-def actions(guard: Guard, evidence: list[Evidence]) -> list[Action]:
+def actions(guard: TrainingGuard, evidence: list[StepEvidence]) -> list[GuardAction]:
     return [guard.judge(one).action for one in evidence]
 
 
@@ -49,7 +49,7 @@ def actions(guard: Guard, evidence: list[Evidence]) -> list[Action]:
     [
         (good(), OK, ""),
         (bad(), SKIP, "the loss is not finite, in a step with a.png, b.png, c.png, d.png"),
-        (Evidence(0, NAMES, gradient_finite=False, where="x.up, element 17: nan"), SKIP, "gradient .*element 17"),
+        (StepEvidence(0, NAMES, gradient_finite=False, where="x.up, element 17: nan"), SKIP, "gradient .*element 17"),
         (bad(0, "b.png"), QUARANTINE, "the loss is not finite for b.png alone"),
         (bad(0, "b.png", loss_finite=True), QUARANTINE, "b.png alone"),
         (bad(0, *NAMES), QUARANTINE, "a.png, b.png, c.png, d.png alone"),
@@ -60,7 +60,7 @@ def actions(guard: Guard, evidence: list[Evidence]) -> list[Action]:
         (bad(0, "a.png", weights_finite=False, base_finite=False), STOP, "weight of the base model"),
     ],
 )
-def test_one_step(evidence: Evidence, action: Action, said: str):
+def test_one_step(evidence: StepEvidence, action: GuardAction, said: str):
     verdict = guard_of().judge(evidence)
     assert verdict.action is action
     assert re.search(said, verdict.reason)
@@ -173,8 +173,8 @@ FLAGS = ("loss_finite", "gradient_finite", "weights_finite", "base_finite", "ada
 @pytest.mark.parametrize("flag", FLAGS)
 @pytest.mark.parametrize("rank", range(3))
 def test_what_is_bad_for_one_is_bad_for_all(flag: str, rank: int):
-    parts = [Evidence(4, (f"{i}.png",), **{flag: i != rank}) for i in range(3)]
-    merged = Evidence.merged(parts)
+    parts = [StepEvidence(4, (f"{i}.png",), **{flag: i != rank}) for i in range(3)]
+    merged = StepEvidence.merged(parts)
     assert [getattr(merged, other) for other in FLAGS] == [other != flag for other in FLAGS]
     assert merged.names == ("0.png", "1.png", "2.png")
     assert not merged.ok
@@ -182,15 +182,15 @@ def test_what_is_bad_for_one_is_bad_for_all(flag: str, rank: int):
 
 def test_suspects_are_united_and_a_sample_elsewhere_acquits_the_model():
     parts = [bad(0, "a.png", names=("a.png",), where="y"), bad(0, "b.png", "a.png", names=("b.png", "a.png"))]
-    merged = Evidence.merged(parts)
+    merged = StepEvidence.merged(parts)
     assert (merged.suspects, merged.where) == (("a.png", "b.png"), "y")
-    assert not merged.acquits_the_model
-    assert Evidence.merged([*parts, Evidence(0, ("c.png",))]).acquits_the_model
+    assert not merged.is_model_acquitted
+    assert StepEvidence.merged([*parts, StepEvidence(0, ("c.png",))]).is_model_acquitted
 
 
 def test_processes_at_different_steps_are_refused():
     with pytest.raises(NumericsError) as caught:
-        Evidence.merged([good(3), good(4)])
+        StepEvidence.merged([good(3), good(4)])
     assert (caught.value.code, caught.value.evidence) == ("RANKS-OUT-OF-STEP", {"steps": [3, 4]})
 
 
@@ -241,11 +241,11 @@ POOL = [f"{i}.png" for i in range(EXAMPLES)]
 
 
 @st.composite
-def evidences(draw: st.DrawFn) -> Evidence:
+def evidences(draw: st.DrawFn) -> StepEvidence:
     names = draw(st.lists(st.sampled_from(POOL), min_size=1, max_size=4, unique=True))
     flags = {flag: draw(st.sampled_from([True, True, True, False])) for flag in FLAGS[:3]}
     suspects = draw(st.lists(st.sampled_from(names), unique=True)) if not all(flags.values()) else []
-    return Evidence(draw(st.integers(0, 99)), tuple(names), suspects=tuple(suspects), **flags)
+    return StepEvidence(draw(st.integers(0, 99)), tuple(names), suspects=tuple(suspects), **flags)
 
 
 class Judged(RuleBasedStateMachine):
@@ -254,12 +254,12 @@ class Judged(RuleBasedStateMachine):
     @initialize(skips=st.integers(1, 3), rollbacks=st.integers(0, 3), every=st.integers(1, 5), quarantine=st.booleans())
     def begin(self, skips: int, rollbacks: int, every: int, quarantine: bool) -> None:
         options = GuardSection(max_skips=skips, max_rollbacks=rollbacks, snapshot_every=every, quarantine=quarantine)
-        self.guard, self.twin = Guard(options, EXAMPLES), Guard(options, EXAMPLES)
-        self.counts: Counter[Action] = Counter()
+        self.guard, self.twin = TrainingGuard(options, EXAMPLES), TrainingGuard(options, EXAMPLES)
+        self.counts: Counter[GuardAction] = Counter()
         self.bad_in_a_row = 0
 
     @rule(evidence=evidences())
-    def judge(self, evidence: Evidence) -> None:
+    def judge(self, evidence: StepEvidence) -> None:
         stopped, before = bool(self.guard.stopped), dict(self.guard.quarantined)
         verdict = self.guard.judge(evidence)
         assert self.twin.judge(evidence) == verdict  # every process decides the same
@@ -280,7 +280,7 @@ class Judged(RuleBasedStateMachine):
     def resume(self) -> None:
         if not self.guard.stopped:
             state = json.loads(json.dumps(self.guard.state_dict()))
-            self.guard = Guard(self.guard.settings, EXAMPLES)
+            self.guard = TrainingGuard(self.guard.settings, EXAMPLES)
             self.guard.load_state_dict(state)
 
     @invariant()
@@ -336,11 +336,11 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.flo
 def test_the_first_nonfinite_element_is_named(dtype: torch.dtype):
     spoiled = torch.arange(24.0).view(4, 6)
     spoiled[2, 5] = spoiled[3, 0] = NAN
-    found = first_nonfinite([("fine", torch.ones(3).to(dtype)), ("none", None), ("bad", spoiled.to(dtype))])
+    found = find_first_nonfinite([("fine", torch.ones(3).to(dtype)), ("none", None), ("bad", spoiled.to(dtype))])
     assert found is not None
     assert (found.name, found.place) == ("bad", 17)
     assert str(found) == "bad, element 17: nan"
-    assert first_nonfinite([("fine", torch.ones(3).to(dtype)), ("empty", torch.zeros(0, dtype=dtype))]) is None
+    assert find_first_nonfinite([("fine", torch.ones(3).to(dtype)), ("empty", torch.zeros(0, dtype=dtype))]) is None
 
 
 @given(values=st.lists(st.sampled_from([0.0, 1.0, -3.5, NAN, INF, -INF]), max_size=9), names=st.integers(1, 3))
@@ -351,22 +351,22 @@ def test_the_culprit_is_that_of_a_plain_search(values: list[float], names: int):
         ((name, place) for name, tensor in tensors for place, v in enumerate(tensor.tolist()) if not math.isfinite(v)),
         None,
     )
-    found = first_nonfinite(tensors)
+    found = find_first_nonfinite(tensors)
     assert (found and (found.name, found.place)) == expected
 
 
 def test_integers_are_finite_and_transposed_tensors_are_read_in_order():
     tensor = torch.ones(2, 3)
     tensor[1, 0] = INF
-    found = first_nonfinite([("int", torch.tensor([1, 2])), ("t", tensor.T)])
+    found = find_first_nonfinite([("int", torch.tensor([1, 2])), ("t", tensor.T)])
     assert found is not None
     assert (found.place, found.value) == (1, INF)
 
 
 def test_masters_in_fp32_are_demanded():
     fine: list[tuple[str, Tensor]] = [("a.up", torch.zeros(2))]
-    demand_fp32_masters(fine)
+    require_fp32_masters(fine)
     with pytest.raises(NumericsError) as caught:
-        demand_fp32_masters([*fine, ("b.up", torch.zeros(2).half()), ("c.up", torch.zeros(2).bfloat16())])
+        require_fp32_masters([*fine, ("b.up", torch.zeros(2).half()), ("c.up", torch.zeros(2).bfloat16())])
     assert (caught.value.code, caught.value.subject) == ("MASTERS-NOT-FP32", "b.up")
     assert caught.value.evidence == {"tensors": 2, "dtypes": ["torch.bfloat16", "torch.float16"]}

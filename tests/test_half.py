@@ -20,8 +20,14 @@ from torch import Tensor
 from finitune.errors import NumericsError
 from finitune.numerics import products
 from finitune.numerics.compare import relative_l2, ulp_distance
-from finitune.numerics.conv import UNIT, Geometry
-from finitune.numerics.exponents import LIMIT, as_stored, current_exponent, power_of_two, rescaled
+from finitune.numerics.conv import UNIT_GEOMETRY, ConvGeometry
+from finitune.numerics.exponents import (
+    MAX_SCALED_MAGNITUDE,
+    current_exponent,
+    power_of_two,
+    rescale_product,
+    to_stored_value,
+)
 from finitune.numerics.formats import exponent_for
 from finitune.numerics.half import half_conv, half_linear, reference_conv, reference_linear, scaled_half
 from finitune.numerics.stats import amax
@@ -37,7 +43,7 @@ def linear_case() -> tuple[Tensor, Tensor, dict[str, object]]:
 
 
 def conv2d_case() -> tuple[Tensor, Tensor, dict[str, object]]:
-    return torch.randn(2, 8, 9, 10), torch.randn(12, 4, 3, 3) * 0.2, {"geometry": Geometry(2, (1, 2), groups=2)}
+    return torch.randn(2, 8, 9, 10), torch.randn(12, 4, 3, 3) * 0.2, {"geometry": ConvGeometry(2, (1, 2), groups=2)}
 
 
 def causal_conv3d_case() -> tuple[Tensor, Tensor, dict[str, object]]:
@@ -62,7 +68,7 @@ def plain_of(weight: Tensor) -> Callable[..., Tensor]:
     if weight.ndim == 2:
         return F.linear
     convolve = {4: F.conv2d, 5: F.conv3d}[weight.ndim]
-    return lambda x, w, b=None, geometry=UNIT: convolve(x, w, b, *geometry.over(weight.ndim - 2))
+    return lambda x, w, b=None, geometry=UNIT_GEOMETRY: convolve(x, w, b, *geometry.over(weight.ndim - 2))
 
 
 def gradients(function: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor, **options: object) -> list[Tensor]:
@@ -81,7 +87,7 @@ def test_a_current_exponent_fills_the_last_safe_binade(magnitude: float) -> None
     assert isinstance(k, Tensor) and k.dtype == torch.int32 and k.shape == ()
     expected = math.frexp(magnitude)[1] - 15
     assert int(k) == max(expected, -126)
-    assert x16.abs().max() <= LIMIT and (expected < -126 or x16.abs().max() >= LIMIT / 2)
+    assert x16.abs().max() <= MAX_SCALED_MAGNITUDE and (expected < -126 or x16.abs().max() >= MAX_SCALED_MAGNITUDE / 2)
 
 
 @given(st.integers(-126, 127))
@@ -97,10 +103,10 @@ def test_a_rescaled_product_is_exact_wherever_the_result_fits(exponents: list[in
     if not 2.0**-120 < expected.abs().max() < 2.0**127 or abs(total) > 240:
         return
     on_device = [torch.tensor(k, dtype=torch.int32) for k in exponents]
-    assert torch.equal(rescaled(product.clone(), *on_device, planned).double(), expected)
-    assert torch.equal(rescaled(product.clone(), total).double(), expected)
+    assert torch.equal(rescale_product(product.clone(), *on_device, planned).double(), expected)
+    assert torch.equal(rescale_product(product.clone(), total).double(), expected)
     bias = torch.tensor([0.0, 1.0])
-    assert torch.equal(rescaled(product.clone(), *on_device, planned, bias=bias), expected.float() + bias)
+    assert torch.equal(rescale_product(product.clone(), *on_device, planned, bias=bias), expected.float() + bias)
 
 
 def test_a_half_tensor_passes_without_a_copy() -> None:
@@ -223,7 +229,7 @@ def test_another_convolution_is_refused() -> None:
         half_conv(torch.ones(1, 1, 4), torch.ones(1, 1, 3))
     assert refused.value.code == "CONV-RANK"
     with pytest.raises(NumericsError) as refused:
-        half_conv(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3), geometry=Geometry(padding="same"))  # type: ignore[arg-type]
+        half_conv(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3), geometry=ConvGeometry(padding="same"))  # type: ignore[arg-type]
     assert refused.value.code == "CONV-PADDING"
 
 
@@ -259,7 +265,7 @@ def test_gradients_equal_the_twins(case: Callable[..., tuple[Tensor, Tensor, dic
     twins = gradients(twin_of(weight), [x, weight], grad, exponent=exponent, out_dtype=torch.float64, **options)
     for mine, wanted in zip(ours, twins, strict=True):
         assert relative_l2(mine, wanted) < U / math.sqrt(3)
-    stored = as_stored(grad, None).float()
+    stored = to_stored_value(grad, None).float()
     ours = gradients(half_of(weight), [x, weight], stored, exponent=exponent, **options)
     twins = gradients(twin_of(weight), [x, weight], stored, exponent=exponent, out_dtype=torch.float64, **options)
     for mine, wanted in zip(ours, twins, strict=True):
@@ -305,10 +311,10 @@ def test_a_product_written_in_fp16_is_made_to_fit(a: int, b: int, shape: tuple[i
     left = (torch.rand(*lead, depth) * 2.0**a * 100).half()
     right = (torch.randn(*shape[:-3], depth, columns) * 2.0**b * 100).half()
     exact = left.double() @ right.double()
-    fitted = products.fitted(torch.matmul, left, right, summed=(-2,))
+    fitted = products.fit_half_product(torch.matmul, left, right, summed=(-2,))
     assert fitted.dtype == torch.float32 and torch.isfinite(fitted).all()
     assert relative_l2(fitted, exact) < 2 * U
-    assert relative_l2(products.product(left, right), exact) < depth * 2.0**-24
+    assert relative_l2(products.half_matmul(left, right), exact) < depth * 2.0**-24
 
 
 def test_fp16_convolutions_are_made_to_fit_in_both_directions() -> None:
@@ -323,7 +329,7 @@ def test_fp16_convolutions_are_made_to_fit_in_both_directions() -> None:
 
     exact = conv._convolution(x16.double(), weight16.double(), None, geometry)
     assert exact.abs().max() > 65520
-    assert relative_l2(products.fitted(forward, x16, weight16, summed=(1, 2, 3)), exact) < 2 * U
+    assert relative_l2(products.fit_half_product(forward, x16, weight16, summed=(1, 2, 3)), exact) < 2 * U
     grad16 = (torch.randn_like(exact) * 8000).half()
 
     def backward(a: Tensor, b: Tensor) -> Tensor:
@@ -331,7 +337,7 @@ def test_fp16_convolutions_are_made_to_fit_in_both_directions() -> None:
 
     wanted = conv._input_gradient(x.shape, weight16, grad16, geometry)
     assert wanted.abs().max() > 65520
-    assert relative_l2(products.fitted(backward, grad16, weight16, summed=(0, 2, 3)), wanted) < 2 * U
+    assert relative_l2(products.fit_half_product(backward, grad16, weight16, summed=(0, 2, 3)), wanted) < 2 * U
 
 
 @pytest.mark.parametrize("k", [0, 3, -5])
@@ -339,13 +345,13 @@ def test_fp16_convolutions_are_made_to_fit_in_both_directions() -> None:
 def test_the_fp16_epilogue_means_the_same(k: int, biased: bool) -> None:
     x, weight = torch.randn(5, 32).half(), torch.randn(7, 32).half()
     bias = torch.randn(7).half() if biased else None
-    wanted = rescaled(products.product(x, weight.t()), k, bias=bias, dtype=torch.float16)
+    wanted = rescale_product(products.half_matmul(x, weight.t()), k, bias=bias, dtype=torch.float16)
     assert ulp_distance(products._half_epilogue(x, weight, bias, k), wanted, torch.float16).max() <= 1
 
 
 def test_a_back_end_is_tried_not_assumed() -> None:
     cpu = torch.device("cpu")
-    assert products.writes_single(cpu) is False and products.scales_single(cpu) is False
+    assert products.can_write_fp32_product(cpu) is False and products.can_scale_fp32_product(cpu) is False
 
 
 @needs_cuda

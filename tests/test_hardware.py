@@ -14,9 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.device import hardware
-from finitune.device.hardware import RULES, WHEELS, DeviceFacts, advise, has_kernels, read_facts
 from finitune.errors import UsageError
+from finitune.machine import hardware
+from finitune.machine.hardware import (
+    DEVICE_FAMILIES,
+    WHEEL_REMEDY_BY_CAPABILITY,
+    DeviceFacts,
+    advise,
+    has_kernels,
+    read_device_facts,
+)
 
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
 CU128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")  # of torch 2.11 and later, and cu130's
@@ -121,14 +128,14 @@ def test_advice(facts: DeviceFacts, expected: tuple[str, bool, bool], reason: st
 
 
 def test_every_rule_decides_for_some_device():
-    decided = {next(rule for rule in RULES if rule.fits(facts)) for facts, *_ in DEVICES}
-    unused = {rule.family for rule in set(RULES) - decided}
+    decided = {next(rule for rule in DEVICE_FAMILIES if rule.fits(facts)) for facts, *_ in DEVICES}
+    unused = {rule.family for rule in set(DEVICE_FAMILIES) - decided}
     assert unused == {"Kepler or older"}, "add a device to the table, or drop the rule"
 
 
 def test_a_name_is_in_one_turing_list_only():
     names = [name for name, capability, *_ in NVIDIA if capability == (7, 5)]
-    turing = [rule for rule in RULES if rule.since == (7, 5) and rule.names]
+    turing = [rule for rule in DEVICE_FAMILIES if rule.since == (7, 5) and rule.names]
     counts = {name: sum(rule.fits(nvidia(name, (7, 5))) for rule in turing) for name in names}
     assert counts == {name: int(name not in UNNAMED) for name in names}
 
@@ -252,7 +259,7 @@ def test_missing_rocm_kernels():
 
 
 def test_wheels_answer_for_every_capability():
-    since = [capability for capability, _ in WHEELS]
+    since = [capability for capability, _ in WHEEL_REMEDY_BY_CAPABILITY]
     assert since == sorted(since, reverse=True) and since[-1] == (0, 0)
 
 
@@ -301,18 +308,18 @@ def pretend(monkeypatch: pytest.MonkeyPatch, hip: str | None = None, **propertie
 
 def test_read_facts_of_a_cuda_card(monkeypatch: pytest.MonkeyPatch):
     pretend(monkeypatch, name="Tesla T4", major=7, minor=5, total_memory=16 << 30)
-    facts = read_facts(1)
+    facts = read_device_facts(1)
     assert (facts.name, facts.kind, facts.capability, facts.gcn_arch) == ("Tesla T4", "cuda", (7, 5), "")
     assert (facts.total_memory_bytes, facts.arch_list) == (16 << 30, ("sm_70", "sm_75"))
     assert advise(facts).compute == "planned-half"
     with pytest.raises(UsageError, match="no device 2") as caught:
-        read_facts(2)
+        read_device_facts(2)
     assert caught.value.code == "DEVICE-INDEX" and caught.value.evidence == {"devices": 2}
 
 
 def test_read_facts_of_a_rocm_card(monkeypatch: pytest.MonkeyPatch):
     pretend(monkeypatch, "6.4", name="MI300X", major=9, minor=4, total_memory=192 << 30, gcnArchName="gfx942:xnack-")
-    facts = read_facts()
+    facts = read_device_facts()
     assert (facts.kind, facts.capability, facts.gcn_arch) == ("rocm", None, "gfx942:xnack-")
 
 
@@ -321,7 +328,7 @@ def test_read_facts_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
 
     for backend in (torch.cuda, torch.xpu, torch.backends.mps):
         monkeypatch.setattr(backend, "is_available", lambda: False)
-    facts = read_facts()
+    facts = read_device_facts()
     assert facts.kind == "cpu" and facts.name and facts.torch_version == torch.__version__
     advice = advise(facts)
     assert advice.compute == "fp32" and not advice.warnings
@@ -329,10 +336,12 @@ def test_read_facts_without_a_gpu(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_importing_the_module_leaves_torch_alone():
-    program = "import sys, finitune.device.hardware; sys.exit('torch' in sys.modules)"
+    program = "import sys, finitune.machine.hardware; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_texts_are_ascii_and_name_no_address():
-    texts = [text for rule in RULES for text in (rule.reason, rule.warning)] + [text for _, text in WHEELS]
+    texts = [text for rule in DEVICE_FAMILIES for text in (rule.reason, rule.warning)] + [
+        text for _, text in WHEEL_REMEDY_BY_CAPABILITY
+    ]
     assert all(text.isascii() and not re.search(r"https?:", text) for text in texts)

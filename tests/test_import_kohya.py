@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.config.imported import Fate, Imported, KeyLine
-from finitune.config.importers.kohya import import_flags, import_kohya
-from finitune.config.importers.kohya_keys import TRAINING
-from finitune.config.read import validate
+from finitune.config.imported_config import ImportedConfig, ImportedKey, KeyStatus
+from finitune.config.read import validate_config
 from finitune.errors import UsageError
+from finitune.importers.kohya import import_kohya, import_kohya_flags
+from finitune.importers.kohya_keys import KOHYA_TRAINING_KEYS
 
 SHARED = Path(__file__).parents[2] / "shared"
 BASE = {
@@ -27,27 +27,27 @@ LYCORIS = {"network_module": "lycoris.kohya"}
 MISSING = object()
 
 
-def imported(**keys: Any) -> Imported:
+def imported(**keys: Any) -> ImportedConfig:
     return import_kohya({**BASE, **keys}, Path("train.toml"))
 
 
-def line(account: Imported, key: str) -> KeyLine:
+def line(account: ImportedConfig, key: str) -> ImportedKey:
     (found,) = [line for line in account.lines if line.key == key]
     return found
 
 
-def ours(account: Imported, place: str) -> Any:
+def ours(account: ImportedConfig, place: str) -> Any:
     section, _, key = place.partition(".")
     options: Any = account.document.get(section, {})
     return options.get(key, MISSING)
 
 
-def codes(account: Imported) -> list[str]:
+def codes(account: ImportedConfig) -> list[str]:
     return [finding.code for finding in account.findings]
 
 
-def config_of(account: Imported) -> Any:
-    return validate(account.document)[0]
+def config_of(account: ImportedConfig) -> Any:
+    return validate_config(account.document)[0]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def config_of(account: Imported) -> Any:
 )
 def test_keys_of_the_same_meaning_are_taken(key: str, value: object, place: str):
     account = imported(**{key: value})
-    assert line(account, key).fate is Fate.TAKEN
+    assert line(account, key).fate is KeyStatus.TAKEN
     assert line(account, key).ours == place
     assert ours(account, place) == value
     config_of(account)
@@ -85,69 +85,84 @@ def test_keys_of_the_same_meaning_are_taken(key: str, value: object, place: str)
 @pytest.mark.parametrize(
     ("keys", "place", "expected", "fate"),
     [
-        ({"mixed_precision": "fp16"}, "model.precision", "auto", Fate.CHANGED),
-        ({"mixed_precision": "bf16"}, "model.precision", "bf16", Fate.TAKEN),
-        ({"mixed_precision": "no"}, "model.precision", "fp32", Fate.TAKEN),
-        ({"fp8_base": True}, "model.storage", "fp8", Fate.CHANGED),
-        ({"save_precision": "float"}, "saving.save_precision", "fp32", Fate.TAKEN),
-        ({"network_train_unet_only": False}, "network.train_text_encoder", True, Fate.TAKEN),
+        ({"mixed_precision": "fp16"}, "model.precision", "auto", KeyStatus.CHANGED),
+        ({"mixed_precision": "bf16"}, "model.precision", "bf16", KeyStatus.TAKEN),
+        ({"mixed_precision": "no"}, "model.precision", "fp32", KeyStatus.TAKEN),
+        ({"fp8_base": True}, "model.storage", "fp8", KeyStatus.CHANGED),
+        ({"save_precision": "float"}, "saving.save_precision", "fp32", KeyStatus.TAKEN),
+        ({"network_train_unet_only": False}, "network.train_text_encoder", True, KeyStatus.TAKEN),
         (
             {"network_train_unet_only": False, "cache_text_encoder_outputs": True},
             "network.train_text_encoder",
             False,
             None,
         ),
-        ({"blocks_to_swap": 8}, "training.offload_blocks", 8, Fate.CHANGED),
-        ({"learning_rate": 1e-3, "unet_lr": 1e-4}, "optimizer.learning_rate", 1e-4, Fate.CHANGED),
-        ({"resolution": "512,768"}, "general.resolution", [512, 768], Fate.TAKEN),
-        ({"resolution": "1024"}, "general.resolution", 1024, Fate.TAKEN),
-        ({"bucket_reso_steps": 8}, "general.bucket_reso_steps", 16, Fate.CHANGED),
-        ({"save_last_n_epochs": 3}, "saving.save_last_n", 3, Fate.CHANGED),
-        ({"save_last_n_steps": 200, "save_every_n_steps": 100}, "saving.save_last_n", 3, Fate.CHANGED),
-        ({"save_last_n_steps": 150, "save_every_n_steps": 100}, "saving.save_last_n", 2, Fate.CHANGED),
-        ({"max_train_steps": 500, "max_train_epochs": 4}, "training.max_train_steps", MISSING, Fate.NO_EFFECT),
-        ({"lr_warmup_steps": "10%"}, "optimizer.lr_warmup_steps", 0.1, Fate.CHANGED),
-        ({"lr_warmup_steps": 100.0}, "optimizer.lr_warmup_steps", 100, Fate.CHANGED),
-        ({"lr_scheduler": "warmup_stable_decay"}, "optimizer.lr_scheduler", "constant_with_warmup", Fate.UNSUPPORTED),
-        ({"lr_scheduler_type": "CosineAnnealingLR"}, "optimizer.lr_scheduler", "cosine", Fate.UNSUPPORTED),
-        ({"optimizer_type": "bitsandbytes.optim.AdEMAMix8bit"}, "optimizer.optimizer_type", "AdEMAMix8bit", Fate.TAKEN),
-        ({"optimizer_type": "AdamWScheduleFree"}, "optimizer.optimizer_type", "ScheduleFreeAdamW", Fate.TAKEN),
-        ({"optimizer_type": ""}, "optimizer.optimizer_type", MISSING, Fate.NO_EFFECT),
-        ({"use_8bit_adam": True}, "optimizer.optimizer_type", "AdamW8bit", Fate.CHANGED),
-        ({"text_encoder_lr": [1e-5], "network_train_unet_only": False}, "optimizer.text_encoder_lr", 1e-5, Fate.TAKEN),
-        ({"text_encoder_lr": 1e-5}, "optimizer.text_encoder_lr", MISSING, Fate.NO_EFFECT),
-        ({"scale_weight_norms": 0}, "network.scale_weight_norms", MISSING, Fate.NO_EFFECT),
-        ({"logging_dir": "logs"}, "logging.log_with", "tensorboard", Fate.CHANGED),
-        ({"log_with": "wandb"}, "logging.log_with", MISSING, Fate.UNSUPPORTED),
-        ({"save_state_on_train_end": True}, "saving.save_state", True, Fate.CHANGED),
-        ({"save_state_on_train_end": False, "save_state": True}, "saving.save_state", True, Fate.NO_EFFECT),
-        ({"caption_extention": ".cap"}, "general.caption_extension", ".cap", Fate.TAKEN),
+        ({"blocks_to_swap": 8}, "training.offload_blocks", 8, KeyStatus.CHANGED),
+        ({"learning_rate": 1e-3, "unet_lr": 1e-4}, "optimizer.learning_rate", 1e-4, KeyStatus.CHANGED),
+        ({"resolution": "512,768"}, "general.resolution", [512, 768], KeyStatus.TAKEN),
+        ({"resolution": "1024"}, "general.resolution", 1024, KeyStatus.TAKEN),
+        ({"bucket_reso_steps": 8}, "general.bucket_reso_steps", 16, KeyStatus.CHANGED),
+        ({"save_last_n_epochs": 3}, "saving.save_last_n", 3, KeyStatus.CHANGED),
+        ({"save_last_n_steps": 200, "save_every_n_steps": 100}, "saving.save_last_n", 3, KeyStatus.CHANGED),
+        ({"save_last_n_steps": 150, "save_every_n_steps": 100}, "saving.save_last_n", 2, KeyStatus.CHANGED),
+        ({"max_train_steps": 500, "max_train_epochs": 4}, "training.max_train_steps", MISSING, KeyStatus.NO_EFFECT),
+        ({"lr_warmup_steps": "10%"}, "optimizer.lr_warmup_steps", 0.1, KeyStatus.CHANGED),
+        ({"lr_warmup_steps": 100.0}, "optimizer.lr_warmup_steps", 100, KeyStatus.CHANGED),
+        (
+            {"lr_scheduler": "warmup_stable_decay"},
+            "optimizer.lr_scheduler",
+            "constant_with_warmup",
+            KeyStatus.UNSUPPORTED,
+        ),
+        ({"lr_scheduler_type": "CosineAnnealingLR"}, "optimizer.lr_scheduler", "cosine", KeyStatus.UNSUPPORTED),
+        (
+            {"optimizer_type": "bitsandbytes.optim.AdEMAMix8bit"},
+            "optimizer.optimizer_type",
+            "AdEMAMix8bit",
+            KeyStatus.TAKEN,
+        ),
+        ({"optimizer_type": "AdamWScheduleFree"}, "optimizer.optimizer_type", "ScheduleFreeAdamW", KeyStatus.TAKEN),
+        ({"optimizer_type": ""}, "optimizer.optimizer_type", MISSING, KeyStatus.NO_EFFECT),
+        ({"use_8bit_adam": True}, "optimizer.optimizer_type", "AdamW8bit", KeyStatus.CHANGED),
+        (
+            {"text_encoder_lr": [1e-5], "network_train_unet_only": False},
+            "optimizer.text_encoder_lr",
+            1e-5,
+            KeyStatus.TAKEN,
+        ),
+        ({"text_encoder_lr": 1e-5}, "optimizer.text_encoder_lr", MISSING, KeyStatus.NO_EFFECT),
+        ({"scale_weight_norms": 0}, "network.scale_weight_norms", MISSING, KeyStatus.NO_EFFECT),
+        ({"logging_dir": "logs"}, "logging.log_with", "tensorboard", KeyStatus.CHANGED),
+        ({"log_with": "wandb"}, "logging.log_with", MISSING, KeyStatus.UNSUPPORTED),
+        ({"save_state_on_train_end": True}, "saving.save_state", True, KeyStatus.CHANGED),
+        ({"save_state_on_train_end": False, "save_state": True}, "saving.save_state", True, KeyStatus.NO_EFFECT),
+        ({"caption_extention": ".cap"}, "general.caption_extension", ".cap", KeyStatus.TAKEN),
         (
             {"positive_prompts": "a cat", "negative_prompts": "dog"},
             "preview.sample_prompts",
             ["a cat --n dog"],
-            Fate.TAKEN,
+            KeyStatus.TAKEN,
         ),
     ],
 )
-def test_conversions(keys: dict[str, Any], place: str, expected: object, fate: Fate | None):
+def test_conversions(keys: dict[str, Any], place: str, expected: object, fate: KeyStatus | None):
     account = imported(**keys)
     assert ours(account, place) == expected
     if fate is not None:
         found = line(account, next(iter(keys)))
         assert found.fate is fate
-        assert found.note or fate is Fate.TAKEN
+        assert found.note or fate is KeyStatus.TAKEN
     config_of(account)
 
 
 @pytest.mark.parametrize("key", ["full_fp16", "full_bf16", "dim_from_weights", "deepspeed", "debug_dataset"])
 def test_what_we_do_not_have_says_what_to_do_and_is_quiet_when_off(key: str):
     account = imported(**{key: True})
-    assert line(account, key).fate is Fate.UNSUPPORTED
+    assert line(account, key).fate is KeyStatus.UNSUPPORTED
     assert "CONFIG-UNSUPPORTED-KEY" in codes(account)
     assert line(account, key).note
     off = imported(**{key: False})
-    assert line(off, key).fate is Fate.NO_EFFECT
+    assert line(off, key).fate is KeyStatus.NO_EFFECT
     assert "CONFIG-UNSUPPORTED-KEY" not in codes(off)
 
 
@@ -158,7 +173,7 @@ def test_full_fp16_says_why():
 @pytest.mark.parametrize("key", ["min_timestep", "noise_offset", "clip_skip", "min_snr_gamma", "sample_sampler"])
 def test_what_sd_scripts_ignores_for_anima_has_no_effect(key: str):
     account = imported(**{key: 1})
-    assert line(account, key).fate is Fate.NO_EFFECT
+    assert line(account, key).fate is KeyStatus.NO_EFFECT
     assert "CONFIG-UNSUPPORTED-KEY" not in codes(account)
 
 
@@ -185,7 +200,7 @@ def test_absent_keys_have_sd_scripts_defaults_not_ours():
 def test_an_unknown_key_is_reported_with_the_nearest():
     account = imported(netwrok_alpha=8)
     found = line(account, "netwrok_alpha")
-    assert found.fate is Fate.UNSUPPORTED
+    assert found.fate is KeyStatus.UNSUPPORTED
     assert "no such key in sd-scripts" in found.note
     assert "'network_alpha'" in found.note
     assert codes(account).count("CONFIG-UNKNOWN-KEY") == 1
@@ -194,7 +209,7 @@ def test_an_unknown_key_is_reported_with_the_nearest():
 def test_sections_count_for_nothing_and_a_later_key_wins():
     account = import_kohya({"one": {**BASE, "network_dim": 8}, "two": {"network_dim": 16}}, Path("t.toml"))
     assert ours(account, "network.network_dim") == 16
-    assert line(account, "one.network_dim").fate is Fate.NO_EFFECT
+    assert line(account, "one.network_dim").fate is KeyStatus.NO_EFFECT
     assert "CONFIG-KEY-TWICE" in codes(account)
     same = import_kohya({"one": {**BASE, "network_dim": 8}, "two": {"network_dim": 8}}, Path("t.toml"))
     assert "CONFIG-KEY-TWICE" not in codes(same)
@@ -212,7 +227,7 @@ def test_sections_count_for_nothing_and_a_later_key_wins():
 def test_values_as_text_are_read_and_said(key: str, text: str, place: str, value: object):
     account = imported(**{key: text})
     assert ours(account, place) == value
-    assert line(account, key).fate is Fate.CHANGED
+    assert line(account, key).fate is KeyStatus.CHANGED
     assert "text" in line(account, key).note
     config_of(account)
 
@@ -255,7 +270,7 @@ def test_network_arguments(network: dict[str, Any], arguments: list[str], place:
 
 def test_network_arguments_that_cannot_be_read_are_an_error_and_the_account_goes_on():
     account = imported(network_args=["8", "conv_dim=4"], seed=1)
-    assert line(account, "network_args").fate is Fate.UNSUPPORTED
+    assert line(account, "network_args").fate is KeyStatus.UNSUPPORTED
     assert any(code.startswith("ARGUMENT") for code in codes(account))
     assert ours(account, "training.seed") == 1
     unknown = imported(network_args=["facter=8"])
@@ -297,12 +312,12 @@ def test_a_form_of_lora_scripts_is_read_with_its_sections():
     assert (config.network.algorithm, config.network.factor, config.network.conv_dim) == ("lokr", 8, None)
     assert config.preview.sample_size == "512x768"
     assert "CONFIG-UNKNOWN-KEY" not in codes(account)
-    assert line(account, "metadata.name").fate is Fate.NO_EFFECT
+    assert line(account, "metadata.name").fate is KeyStatus.NO_EFFECT
 
 
 def test_the_default_ending_of_captions_means_that_text_files_count_too():
     account = imported(caption_extension=".caption")
-    assert line(account, "caption_extension").fate is Fate.CHANGED
+    assert line(account, "caption_extension").fate is KeyStatus.CHANGED
     assert ours(account, "general.caption_extension") is MISSING
 
 
@@ -323,7 +338,9 @@ VALUES = st.one_of(
 )
 
 
-@given(st.dictionaries(st.sampled_from([name for name in TRAINING if name.isidentifier()]), VALUES, max_size=25))
+@given(
+    st.dictionaries(st.sampled_from([name for name in KOHYA_TRAINING_KEYS if name.isidentifier()]), VALUES, max_size=25)
+)
 @settings(deadline=None, max_examples=60)
 def test_every_key_has_exactly_one_line_whatever_its_value(document: dict[str, Any]):
     document = {name: value for name, value in document.items() if name not in ("dataset_config", "in_json")}
@@ -349,7 +366,7 @@ def test_every_flag_of_anima_train_network_is_in_the_table():
     section = facts.read_text(encoding="utf-8").partition("\n## 3.")[2].partition("\n## 4.")[0]
     names = flags_of(section)
     assert len(names) > 200
-    assert sorted(names - TRAINING.keys()) == []
+    assert sorted(names - KOHYA_TRAINING_KEYS.keys()) == []
     for name in names - {"config_file", "dataset_config"}:
-        account = import_flags(f"anima_train_network.py --{name} 1")
+        account = import_kohya_flags(f"anima_train_network.py --{name} 1")
         assert line(account, f"--{name}").note or line(account, f"--{name}").ours

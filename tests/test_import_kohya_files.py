@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from finitune.config.imported import Fate, Imported
-from finitune.config.importers.kohya import import_dataset_toml, import_flags, import_kohya
-from finitune.config.importers.kohya_folders import datasets_of_folder
-from finitune.config.importers.mapping import leaves, spelled
-from finitune.config.read import validate
-from finitune.config.text import read_toml
+from finitune.config.imported_config import ImportedConfig, KeyStatus
+from finitune.config.read import validate_config
+from finitune.config.toml_text import format_key_path, read_toml
 from finitune.errors import UsageError
+from finitune.importers.kohya import import_kohya, import_kohya_dataset, import_kohya_flags
+from finitune.importers.kohya_folders import scan_kohya_folder
+from finitune.importers.mapping import iterate_config_leaves
 from finitune.report import Level
 from tests.test_import_kohya import BASE, SHARED, codes, config_of, line, ours
 
@@ -29,7 +29,7 @@ POWERSHELL = CMD.replace("^\n", "`\n")
 
 @pytest.mark.parametrize("command", [BASH, CMD, POWERSHELL])
 def test_a_command_line_of_any_shell(command: str):
-    account = import_flags(command)
+    account = import_kohya_flags(command)
     config = config_of(account)
     assert config.model.pretrained_model_name_or_path == "models/my anima.safetensors"
     assert config.network.exclude_patterns == (".*mlp.*",)
@@ -37,21 +37,21 @@ def test_a_command_line_of_any_shell(command: str):
     assert not config.network.train_text_encoder
     assert config.general.resolution == (1024, 1024)
     assert (config.optimizer.learning_rate, config.training.max_train_epochs) == (1e-4, 5)
-    assert line(account, "script").fate is Fate.TAKEN
+    assert line(account, "script").fate is KeyStatus.TAKEN
     assert line(account, "launcher --num_cpu_threads_per_process").note.startswith("not needed here")
-    assert line(account, "launcher accelerate").fate is Fate.TAKEN
-    assert line(account, "--learning_rate").fate is Fate.TAKEN
+    assert line(account, "launcher accelerate").fate is KeyStatus.TAKEN
+    assert line(account, "--learning_rate").fate is KeyStatus.TAKEN
 
 
 def test_windows_paths_keep_their_backslashes():
-    account = import_flags(r'anima_train_network.py --output_dir "C:\new train\out" --qwen3 D:\q.safetensors')
+    account = import_kohya_flags(r'anima_train_network.py --output_dir "C:\new train\out" --qwen3 D:\q.safetensors')
     assert ours(account, "saving.output_dir") == r"C:\new train\out"
     assert ours(account, "model.qwen3") == r"D:\q.safetensors"
 
 
 def test_an_unclosed_quote_is_a_usage_error():
     with pytest.raises(UsageError) as raised:
-        import_flags('anima_train_network.py --output_dir "out')
+        import_kohya_flags('anima_train_network.py --output_dir "out')
     assert raised.value.code == "CONFIG-FLAGS"
     assert raised.value.remedy
 
@@ -66,19 +66,19 @@ def test_an_unclosed_quote_is_a_usage_error():
     ],
 )
 def test_another_script_is_said(script: str, code: str):
-    assert code in codes(import_flags(f"python {script} --output_dir o"))
+    assert code in codes(import_kohya_flags(f"python {script} --output_dir o"))
 
 
 def test_the_command_line_stands_over_its_file(tmp_path: Path):
     file = tmp_path / "train.toml"
     file.write_text("[a]\nnetwork_dim = 8\nseed = 3\n", encoding="utf-8")
-    account = import_flags(f"anima_train_network.py --network_dim 32 --config_file {tmp_path / 'train'}")
+    account = import_kohya_flags(f"anima_train_network.py --network_dim 32 --config_file {tmp_path / 'train'}")
     assert ours(account, "network.network_dim") == 32
     assert ours(account, "training.seed") == 3
-    assert line(account, "a.network_dim").fate is Fate.NO_EFFECT
+    assert line(account, "a.network_dim").fate is KeyStatus.NO_EFFECT
     assert "CONFIG-KEY-TWICE" not in codes(account)
     with pytest.raises(UsageError) as raised:
-        import_flags("anima_train_network.py --config_file nowhere.toml")
+        import_kohya_flags("anima_train_network.py --config_file nowhere.toml")
     assert raised.value.code == "CONFIG-NO-FILE"
 
 
@@ -104,7 +104,7 @@ def test_dataset_config_is_read_and_merged(tmp_path: Path):
     assert config.datasets[0].batch_size == 2
     assert config.datasets[0].subsets[0].num_repeats == 3
     assert line(account, "data.toml: datasets[0].subsets[0].image_dir").ours == "datasets[0].subsets[0].image_dir"
-    assert line(account, "train_data_dir").fate is Fate.NO_EFFECT
+    assert line(account, "train_data_dir").fate is KeyStatus.NO_EFFECT
     without = import_kohya({**BASE, "dataset_config": "other.toml"}, tmp_path / "train.toml")
     (finding,) = (one for one in without.findings if one.code == "CONFIG-NO-DATASETS")
     assert finding.level is Level.ERROR and finding.remedy and len(without.lines) >= len(BASE)
@@ -122,7 +122,7 @@ def test_datasets_in_the_same_file():
 
 
 def paths_of(document: Mapping[str, Any]) -> list[str]:
-    return [spelled(path) for path, _, _ in leaves(document)]
+    return [format_key_path(path) for path, _, _ in iterate_config_leaves(document)]
 
 
 @pytest.mark.parametrize("name", ["dataset", "dataset-finetune", "dataset-masked_loss", "dataset-multires"])
@@ -131,11 +131,11 @@ def test_real_dataset_files(name: str):
     if not file.exists():
         pytest.skip("the files are not here")
     document = read_toml(file).document
-    account = import_dataset_toml(document, file)
+    account = import_kohya_dataset(document, file)
     assert [line.key for line in account.lines] == paths_of(document)
-    assert {line.fate for line in account.lines} == {Fate.TAKEN}
+    assert {line.fate for line in account.lines} == {KeyStatus.TAKEN}
     model = {"model": {"pretrained_model_name_or_path": "x"}, "saving": {"output_dir": "o"}}
-    config, _ = validate({**model, **account.document})
+    config, _ = validate_config({**model, **account.document})
     assert len(config.datasets) == len(document["datasets"])
     assert not config.general.enable_bucket
 
@@ -154,8 +154,8 @@ def test_real_dataset_files(name: str):
     ],
 )
 def test_unknown_and_misplaced_options_of_datasets(document: dict[str, Any], key: str, said: str):
-    account = import_dataset_toml(document, Path("d.toml"))
-    assert line(account, key).fate is Fate.UNSUPPORTED
+    account = import_kohya_dataset(document, Path("d.toml"))
+    assert line(account, key).fate is KeyStatus.UNSUPPORTED
     assert said in line(account, key).note
     assert codes(account).count("CONFIG-UNKNOWN-KEY") == 1
 
@@ -163,11 +163,11 @@ def test_unknown_and_misplaced_options_of_datasets(document: dict[str, Any], key
 def test_options_of_datasets_with_a_form_of_their_own():
     options = {"bucket_reso_steps": 8, "face_crop_aug_range": [2.0, 4.0], "custom_attributes": {"a": {"b": 1}}}
     document = {"datasets": [{"resolution": "768", "subsets": [{"image_dir": "3_cat"}]}], "general": options}
-    account = import_dataset_toml(document, Path("d.toml"))
+    account = import_kohya_dataset(document, Path("d.toml"))
     assert account.document["datasets"] == [{"resolution": 768, "subsets": [{"image_dir": "3_cat"}]}]
     assert account.document["general"] == {"bucket_reso_steps": 16, "enable_bucket": False}
-    assert line(account, "general.face_crop_aug_range").fate is Fate.UNSUPPORTED
-    assert line(account, "general.custom_attributes.a.b").fate is Fate.NO_EFFECT
+    assert line(account, "general.face_crop_aug_range").fate is KeyStatus.UNSUPPORTED
+    assert line(account, "general.custom_attributes.a.b").fate is KeyStatus.NO_EFFECT
     assert "DATASET-REPEATS" in codes(account)
 
 
@@ -179,14 +179,14 @@ def filled(folder: Path, *pictures: str) -> Path:
 
 
 def found(folder: Path, **options: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    part, findings = datasets_of_folder(folder, {}, **options)
+    part, findings = scan_kohya_folder(folder, {}, **options)
     return [subset for dataset in part["datasets"] for subset in dataset["subsets"]], [f.code for f in findings]
 
 
 def test_numbered_folders_are_subsets(tmp_path: Path):
     filled(tmp_path / "10_sks girl", "a.png")
     filled(tmp_path / "2_land_scape", "b.JPG")
-    part, findings = datasets_of_folder(tmp_path, {"resolution": 512})
+    part, findings = scan_kohya_folder(tmp_path, {"resolution": 512})
     assert findings == []
     assert part["datasets"][0]["resolution"] == 512
     assert part["datasets"][0]["subsets"] == [
@@ -226,7 +226,7 @@ def test_nested_and_empty_folders_are_said(tmp_path: Path):
 
 def test_the_wrong_level_is_an_error_with_the_right_path(tmp_path: Path):
     inner = filled(tmp_path / "img" / "10_sks", "a.png")
-    part, findings = datasets_of_folder(inner, {})
+    part, findings = scan_kohya_folder(inner, {})
     (finding,) = findings
     assert finding.code == "DATASET-FOLDER-LEVEL"
     assert f"'{tmp_path / 'img'}'" in finding.remedy
@@ -235,7 +235,7 @@ def test_the_wrong_level_is_an_error_with_the_right_path(tmp_path: Path):
 
 def test_a_plain_or_missing_folder_is_an_error(tmp_path: Path):
     plain = filled(tmp_path / "pictures", "a.png", "b.png")
-    part, findings = datasets_of_folder(plain, {})
+    part, findings = scan_kohya_folder(plain, {})
     assert part["datasets"] == []
     assert findings[0].code == "DATASET-FOLDER-LEVEL"
     assert "2 pictures" in findings[0].message
@@ -260,7 +260,7 @@ def test_folders_of_a_training(tmp_path: Path):
     filled(tmp_path / "img" / "10_a", "a.png")
     filled(tmp_path / "reg" / "1_b", "b.png")
     folders = {"train_data_dir": str(tmp_path / "img"), "reg_data_dir": str(tmp_path / "reg")}
-    account: Imported = import_kohya({**BASE, **folders, "resolution": "512,512"}, Path("t.toml"))
+    account: ImportedConfig = import_kohya({**BASE, **folders, "resolution": "512,512"}, Path("t.toml"))
     config = config_of(account)
     assert [subset.is_reg for subset in config.datasets[0].subsets] == [False, True]
     assert config.general.resolution == (512, 512)

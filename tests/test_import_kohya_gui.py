@@ -12,10 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.config.imported import Fate, Imported
-from finitune.config.importers.kohya_gui import SPECIAL, import_gui
-from finitune.config.importers.kohya_gui_keys import ALIASES, FAMILIES, FIELDS, LYCORIS_ONLY, SHARED_ARGUMENTS
-from finitune.config.importers.kohya_keys import TRAINING
+from finitune.config.imported_config import ImportedConfig, KeyStatus
+from finitune.importers.kohya_gui import KOHYA_GUI_TRANSLATORS, import_kohya_gui
+from finitune.importers.kohya_gui_keys import (
+    FAMILY_BY_GUI_CHECKBOX,
+    KOHYA_NAME_BY_GUI_FIELD,
+    LYCORIS_ARGUMENT_BY_FIELD,
+    SHARED_NETWORK_FIELDS,
+    UNUSED_GUI_FIELDS,
+)
+from finitune.importers.kohya_keys import KOHYA_TRAINING_KEYS
 from finitune.report import Level
 from tests.test_import_kohya import MISSING, SHARED, VALUES, codes, config_of, line, ours
 
@@ -48,8 +54,8 @@ ANIMA = {
 }
 
 
-def form(**fields: Any) -> Imported:
-    return import_gui({**ANIMA, **fields}, Path("gui.json"))
+def form(**fields: Any) -> ImportedConfig:
+    return import_kohya_gui({**ANIMA, **fields}, Path("gui.json"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,7 +67,7 @@ def test_every_field_of_real_files_has_one_line(name: str, tmp_path: Path, monke
     shutil.copy(SHARED / "data" / "configs" / "kohya" / "dataset.toml", tmp_path / "test" / "config" / "dataset.toml")
     monkeypatch.chdir(tmp_path)
     document = json.loads(file.read_text(encoding="utf-8"))
-    account = import_gui(document, file)
+    account = import_kohya_gui(document, file)
     counted = Counter(line.key for line in account.lines)
     assert {key: counted[key] for key in document} == dict.fromkeys(document, 1)
     assert [line.key for line in account.lines][: len(document)] == list(document)
@@ -127,12 +133,12 @@ def test_fields_by_what_the_form_makes_of_them(fields: dict[str, Any], place: st
 
 def test_flags_in_additional_parameters_have_lines_of_their_own():
     account = form(additional_parameters="--network_dim 64")
-    assert line(account, "network_dim").fate is Fate.NO_EFFECT
+    assert line(account, "network_dim").fate is KeyStatus.NO_EFFECT
     assert line(account, "additional_parameters: --network_dim").ours == "network.network_dim"
 
 
 def test_what_a_preset_leaves_out_has_the_default_of_the_form():
-    account = import_gui({"LoRA_type": "Standard", "network_dim": 4}, Path("preset.json"))
+    account = import_kohya_gui({"LoRA_type": "Standard", "network_dim": 4}, Path("preset.json"))
     assert ours(account, "network.network_dim") == 4
     assert ours(account, "optimizer.learning_rate") == 1e-4
     assert ours(account, "optimizer.optimizer_type") == "AdamW8bit"
@@ -152,7 +158,7 @@ def test_what_a_preset_leaves_out_has_the_default_of_the_form():
 )
 def test_forms_of_other_families_are_an_error(fields: dict[str, Any], family: str):
     document = {"pretrained_model_name_or_path": "m", "LoRA_type": "Standard", **fields}
-    account = import_gui(document, Path("gui.json"))
+    account = import_kohya_gui(document, Path("gui.json"))
     (finding,) = [finding for finding in account.findings if finding.code == "CONFIG-OTHER-FAMILY"]
     assert finding.level is Level.ERROR
     assert finding.evidence["family"] == family
@@ -160,14 +166,22 @@ def test_forms_of_other_families_are_an_error(fields: dict[str, Any], family: st
 
 def test_an_unknown_field_is_reported():
     account = form(netwrk_dim=8)
-    assert line(account, "netwrk_dim").fate is Fate.UNSUPPORTED
+    assert line(account, "netwrk_dim").fate is KeyStatus.UNSUPPORTED
     assert "'network_dim'" in line(account, "netwrk_dim").note
     assert codes(account).count("CONFIG-UNKNOWN-KEY") == 1
 
 
 KNOWN = sorted(
-    {*ALIASES, *FAMILIES, *FIELDS, *LYCORIS_ONLY, *SHARED_ARGUMENTS, *SPECIAL, *ANIMA}
-    | {name for name in TRAINING if name.isidentifier()}
+    {
+        *KOHYA_NAME_BY_GUI_FIELD,
+        *FAMILY_BY_GUI_CHECKBOX,
+        *UNUSED_GUI_FIELDS,
+        *LYCORIS_ARGUMENT_BY_FIELD,
+        *SHARED_NETWORK_FIELDS,
+        *KOHYA_GUI_TRANSLATORS,
+        *ANIMA,
+    }
+    | {name for name in KOHYA_TRAINING_KEYS if name.isidentifier()}
 )
 
 
@@ -179,6 +193,6 @@ def test_about_as_many_fields_are_known_as_the_form_has():
 @settings(deadline=None, max_examples=60)
 def test_every_field_has_exactly_one_line_whatever_its_value(document: dict[str, Any]):
     document = {name: value for name, value in document.items() if name != "dataset_config"}
-    account = import_gui(document, Path("gui.json"))
+    account = import_kohya_gui(document, Path("gui.json"))
     counted = Counter(line.key for line in account.lines)
     assert {key: counted[key] for key in document} == dict.fromkeys(document, 1)

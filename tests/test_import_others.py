@@ -15,18 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finitune.config.datasets import Dataset, DatasetOptions, Subset
-from finitune.config.imported import Fate, Imported
-from finitune.config.importers import mapping
-from finitune.config.importers.ai_toolkit import ROWS as AI_TOOLKIT_ROWS
-from finitune.config.importers.ai_toolkit import import_ai_toolkit
-from finitune.config.importers.diffusion_pipe import ROWS as DIFFUSION_PIPE_ROWS
-from finitune.config.importers.diffusion_pipe import import_diffusion_pipe
-from finitune.config.importers.foreign_text import from_yaml, understood
-from finitune.config.importers.onetrainer import ROWS as ONETRAINER_ROWS
-from finitune.config.importers.onetrainer import import_onetrainer
-from finitune.config.importers.simpletuner import ROWS as SIMPLETUNER_ROWS
-from finitune.config.importers.simpletuner import import_simpletuner
-from finitune.config.schema import SECTIONS, TrainConfig
+from finitune.config.imported_config import ImportedConfig, KeyStatus
+from finitune.config.schema import CONFIG_SECTION_NAMES, TrainConfig
+from finitune.config.toml_text import format_key_path
+from finitune.importers import mapping
+from finitune.importers.ai_toolkit import AI_TOOLKIT_KEYS as AI_TOOLKIT_ROWS
+from finitune.importers.ai_toolkit import import_ai_toolkit
+from finitune.importers.diffusion_pipe import DIFFUSION_PIPE_KEYS as DIFFUSION_PIPE_ROWS
+from finitune.importers.diffusion_pipe import import_diffusion_pipe
+from finitune.importers.foreign_text import parse_foreign_text, parse_foreign_yaml
+from finitune.importers.onetrainer import ONETRAINER_KEYS as ONETRAINER_ROWS
+from finitune.importers.onetrainer import import_onetrainer
+from finitune.importers.simpletuner import SIMPLETUNER_KEYS as SIMPLETUNER_ROWS
+from finitune.importers.simpletuner import import_simpletuner
 from finitune.report import Level
 from tests import foreign_configs as made
 
@@ -34,14 +35,14 @@ REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "configs" / "ai
 SECOND: Mapping[str, Any] = {
     "concepts.json": made.ONETRAINER_CONCEPTS,
     "config/multidatabackend.json": made.SIMPLETUNER_BACKENDS,
-    "moss_dataset.toml": understood(made.DIFFUSION_PIPE_DATASET, Path("d.toml")).document,
+    "moss_dataset.toml": parse_foreign_text(made.DIFFUSION_PIPE_DATASET, Path("d.toml")).document,
     "lycoris.json": {"algo": "lokr", "linear_dim": 10000, "linear_alpha": 1, "factor": 16, "multiplier": 1.0},
 }
 DOCUMENTS: dict[str, Any] = {
-    "ai-toolkit": from_yaml(made.AI_TOOLKIT, Path("moss.yaml")),
+    "ai-toolkit": parse_foreign_yaml(made.AI_TOOLKIT, Path("moss.yaml")),
     "OneTrainer": made.ONETRAINER,
     "SimpleTuner": made.SIMPLETUNER,
-    "diffusion-pipe": understood(made.DIFFUSION_PIPE, Path("moss.toml")).document,
+    "diffusion-pipe": parse_foreign_text(made.DIFFUSION_PIPE, Path("moss.toml")).document,
 }
 SECOND_FILES = {"OneTrainer": "concepts.json", "SimpleTuner": "config/multidatabackend.json"}
 SECOND_FILES["diffusion-pipe"] = "moss_dataset.toml"
@@ -51,7 +52,7 @@ TABLES = {
     "SimpleTuner": SIMPLETUNER_ROWS,
     "diffusion-pipe": DIFFUSION_PIPE_ROWS,
 }
-IMPORT: dict[str, Callable[[Any], Imported]] = {
+IMPORT: dict[str, Callable[[Any], ImportedConfig]] = {
     "ai-toolkit": lambda document: import_ai_toolkit(document, "moss.yaml"),
     "OneTrainer": lambda document: import_onetrainer(document, "moss.json", SECOND.get),
     "SimpleTuner": lambda document: import_simpletuner(document, "config.json", SECOND.get),
@@ -59,12 +60,12 @@ IMPORT: dict[str, Callable[[Any], Imported]] = {
 }
 
 
-def imported(program: str, **changes: Any) -> Imported:
+def imported(program: str, **changes: Any) -> ImportedConfig:
     """The example of a program, with top-level options changed."""
     return IMPORT[program]({**copy.deepcopy(DOCUMENTS[program]), **changes})
 
 
-def job(**changes: Any) -> Imported:
+def job(**changes: Any) -> ImportedConfig:
     """ai-toolkit's example with options changed: train__lr=1."""
     document = copy.deepcopy(DOCUMENTS["ai-toolkit"])
     for name, value in changes.items():
@@ -73,13 +74,13 @@ def job(**changes: Any) -> Imported:
     return IMPORT["ai-toolkit"](document)
 
 
-def option(account: Imported, place: str) -> Any:
+def option(account: ImportedConfig, place: str) -> Any:
     section, _, key = place.partition(".")
     options: Any = account.document.get(section, {})
     return options.get(key)
 
 
-def line(account: Imported, key: str) -> Any:
+def line(account: ImportedConfig, key: str) -> Any:
     (found,) = [line for line in account.lines if line.key == key]
     return found
 
@@ -87,10 +88,12 @@ def line(account: Imported, key: str) -> Any:
 @pytest.mark.parametrize("program", DOCUMENTS)
 def test_every_leaf_has_one_line(program: str):
     document = DOCUMENTS[program]
-    expected = [mapping.spelled(path) for path, _, _ in mapping.leaves(document)]
+    expected = [format_key_path(path) for path, _, _ in mapping.iterate_config_leaves(document)]
     if second := SECOND_FILES.get(program):
         first = {"OneTrainer": "concepts", "SimpleTuner": "data_backend_config"}.get(program, "dataset")
-        expected += [f"{first}{dotted(mapping.spelled(path))}" for path, _, _ in mapping.leaves(SECOND[second])]
+        expected += [
+            f"{first}{dotted(format_key_path(path))}" for path, _, _ in mapping.iterate_config_leaves(SECOND[second])
+        ]
     assert Counter(line.key for line in imported(program).lines) == Counter(expected)
 
 
@@ -102,15 +105,15 @@ def dotted(path: str) -> str:
 def test_lines_are_complete(program: str):
     account = imported(program)
     for entry in account.lines:
-        assert entry.note or entry.fate is Fate.TAKEN, entry
-        assert not entry.ours or entry.fate in (Fate.TAKEN, Fate.CHANGED), entry
-    assert {Fate.TAKEN, Fate.CHANGED, Fate.NO_EFFECT} <= {entry.fate for entry in account.lines}
+        assert entry.note or entry.fate is KeyStatus.TAKEN, entry
+        assert not entry.ours or entry.fate in (KeyStatus.TAKEN, KeyStatus.CHANGED), entry
+    assert {KeyStatus.TAKEN, KeyStatus.CHANGED, KeyStatus.NO_EFFECT} <= {entry.fate for entry in account.lines}
     assert len(account.table().rows) == len(account.lines)
 
 
 @pytest.mark.parametrize("program", TABLES)
 def test_tables_name_options_that_exist(program: str):
-    sections: dict[str, Any] = {name: TrainConfig.model_fields[name].annotation for name in SECTIONS}
+    sections: dict[str, Any] = {name: TrainConfig.model_fields[name].annotation for name in CONFIG_SECTION_NAMES}
     sections |= {"general": DatasetOptions, "dataset": Dataset, "subset": Subset}
     known = {f"{name}.{key}" for name, section in sections.items() for key in section.model_fields}
     for their, row in TABLES[program].items():
@@ -123,9 +126,9 @@ def test_tables_name_options_that_exist(program: str):
 @pytest.mark.skipif(importlib.util.find_spec("finitune.config.read") is None, reason="config.read is not written yet")
 @pytest.mark.parametrize("program", DOCUMENTS)
 def test_documents_are_valid(program: str):
-    from finitune.config.read import validate
+    from finitune.config.read import validate_config
 
-    config, findings = validate(dict(imported(program).document), program)
+    config, findings = validate_config(dict(imported(program).document), program)
     assert config.model.pretrained_model_name_or_path.startswith("models/anima")
     assert not [finding for finding in findings if finding.level is Level.ERROR]
 
@@ -149,7 +152,7 @@ def test_unknown_keys_are_found(program: str, change: dict[str, Any], key: str):
     account = imported(program, **change)
     (finding,) = [finding for finding in account.findings if finding.code == "CONFIG-UNKNOWN-KEY"]
     assert finding.level is Level.WARNING and key in finding.subject and "Did you mean" in finding.message
-    assert sum(entry.key.lstrip("-") == key and entry.fate is Fate.UNSUPPORTED for entry in account.lines) == 1
+    assert sum(entry.key.lstrip("-") == key and entry.fate is KeyStatus.UNSUPPORTED for entry in account.lines) == 1
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,7 @@ def test_unknown_keys_are_found(program: str, change: dict[str, Any], key: str):
         (lambda: imported("diffusion-pipe", model={"type": "wan"}), "wan"),
     ],
 )
-def test_other_families_are_errors(account: Callable[[], Imported], family: str):
+def test_other_families_are_errors(account: Callable[[], ImportedConfig], family: str):
     made_of = account()
     (finding,) = [finding for finding in made_of.findings if finding.code == "CONFIG-OTHER-FAMILY"]
     assert finding.level is Level.ERROR and finding.evidence == {"family": family}
@@ -172,9 +175,9 @@ def test_other_families_are_errors(account: Callable[[], Imported], family: str)
 @pytest.mark.parametrize("name", ["flux_24gb", "lumina", "qwen_image_24gb"])
 def test_real_ai_toolkit_files(name: str):
     path = REAL / f"train_lora_{name}.yaml"
-    document = from_yaml(path.read_text(encoding="utf-8"), path)
+    document = parse_foreign_yaml(path.read_text(encoding="utf-8"), path)
     account = import_ai_toolkit(document, path)
-    keys = [mapping.spelled(where) for where, _, _ in mapping.leaves(document)]
+    keys = [format_key_path(where) for where, _, _ in mapping.iterate_config_leaves(document)]
     assert Counter(line.key for line in account.lines) == Counter(keys)
     assert {f.code for f in account.findings} == {"CONFIG-OTHER-FAMILY", "CONFIG-DEFAULTS"}
     assert option(account, "optimizer.learning_rate") == 1e-4
@@ -198,14 +201,14 @@ def test_ai_toolkit_meanings():
 @pytest.mark.parametrize(
     ("kind", "expected", "fate"),
     [
-        ("sigmoid", ("sigmoid", None, None), Fate.TAKEN),
-        ("linear", ("uniform", None, None), Fate.TAKEN),
-        ("shift", ("sigma", "none", 3.0), Fate.CHANGED),
-        ("flux_shift", ("flux_shift", None, None), Fate.CHANGED),
-        ("weighted", (None, None, None), Fate.UNSUPPORTED),
+        ("sigmoid", ("sigmoid", None, None), KeyStatus.TAKEN),
+        ("linear", ("uniform", None, None), KeyStatus.TAKEN),
+        ("shift", ("sigma", "none", 3.0), KeyStatus.CHANGED),
+        ("flux_shift", ("flux_shift", None, None), KeyStatus.CHANGED),
+        ("weighted", (None, None, None), KeyStatus.UNSUPPORTED),
     ],
 )
-def test_ai_toolkit_timesteps(kind: str, expected: tuple[object, ...], fate: Fate):
+def test_ai_toolkit_timesteps(kind: str, expected: tuple[object, ...], fate: KeyStatus):
     account = job(train__timestep_type=kind)
     places = ("timestep_sampling", "weighting_scheme", "discrete_flow_shift")
     assert tuple(option(account, f"objective.{place}") for place in places) == expected
@@ -267,7 +270,7 @@ def test_diffusion_pipe_meanings():
     adapter = {"type": "lokr", "rank": 1_000_000, "decompose_factor": 4, "alpha": 3}
     full = imported("diffusion-pipe", adapter=adapter)
     assert option(full, "network.full_matrix") is True
-    assert line(full, "adapter.alpha").fate is Fate.UNSUPPORTED
+    assert line(full, "adapter.alpha").fate is KeyStatus.UNSUPPORTED
 
 
 @pytest.mark.parametrize("program", DOCUMENTS)
@@ -276,7 +279,7 @@ def test_diffusion_pipe_meanings():
 def test_no_value_breaks_the_account(program: str, data: st.DataObject):
     """Whatever stands at a key, it has its line; nothing raises."""
     document = copy.deepcopy(DOCUMENTS[program])
-    paths = [path for path, _, _ in mapping.leaves(document)]
+    paths = [path for path, _, _ in mapping.iterate_config_leaves(document)]
     junk = st.one_of(st.none(), st.text(max_size=5), st.integers(), st.floats(), st.booleans(), st.lists(st.integers()))
     path = data.draw(st.sampled_from(paths))
     inner = document
@@ -284,7 +287,7 @@ def test_no_value_breaks_the_account(program: str, data: st.DataObject):
         inner = inner[part]
     inner[path[-1]] = data.draw(junk)
     account = IMPORT[program](document)
-    assert sum(line.key == mapping.spelled(path) for line in account.lines) == 1
+    assert sum(line.key == format_key_path(path) for line in account.lines) == 1
     json.dumps(account.document)
 
 

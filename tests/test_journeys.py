@@ -12,16 +12,16 @@ from PIL import Image
 
 from finitune.cli import main
 from finitune.files.writer import save_tensors
-from finitune.generation.picture import read_metadata
-from finitune.generation.planning import calibrate, draw_in, plan_model
-from finitune.generation.precisions import in_precision
-from finitune.generation.settings import Settings
-from finitune.journeys import demo, diagnose, generate, plan
+from finitune.generation.picture import read_picture_metadata
+from finitune.generation.planning import calibrate_model, draw_in_precision, make_model_plan
+from finitune.generation.precisions import open_in_precision
+from finitune.generation.settings import PictureSettings
 from finitune.models.anima.load import load_folder, save_three_files
-from finitune.models.pico import STREAM_EXPONENT, folder, plan_file, scale_stream_
+from finitune.models.pico import STREAM_EXPONENT, get_pico_folder, get_pico_plan_path, scale_stream_
 from finitune.precision.plan import PrecisionPlan
 from finitune.precision.probe import Ranges
-from finitune.render.story import story_page
+from finitune.render.demo_page import render_demo_page
+from finitune.verbs import demo, diagnose, generate, plan
 from tests.brute import first_bad
 
 PROMPT = "red apple"
@@ -30,12 +30,12 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def parts():
-    return load_folder(folder())
+    return load_folder(get_pico_folder())
 
 
 @pytest.fixture(scope="module")
 def shipped_plan():
-    return PrecisionPlan.load(plan_file())
+    return PrecisionPlan.load(get_pico_plan_path())
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def test_the_plan_draws_the_right_picture_closer_to_fp32_than_bf16_does(tmp_path
     assert report.exit_code == 0 and report.figures["precision"] == "planned-half"
     assert report.figures["psnr_vs_fp32"] > report.figures["bf16_psnr_vs_fp32"]
     assert report.figures["rel_l2_vs_fp32"] <= report.figures["bf16_rel_l2_vs_fp32"] / 2
-    metadata = read_metadata(out)
+    metadata = read_picture_metadata(out)
     assert metadata["prompt"] == PROMPT and metadata["seed"] == 0
-    assert PrecisionPlan.loads(metadata["plan"]) == PrecisionPlan.load(plan_file())
+    assert PrecisionPlan.loads(metadata["plan"]) == PrecisionPlan.load(get_pico_plan_path())
 
 
 def test_the_guard_repairs_a_step_and_amends_the_plan(shipped_plan, tmp_path):
@@ -90,9 +90,9 @@ def test_the_guard_repairs_a_step_and_amends_the_plan(shipped_plan, tmp_path):
 
 @pytest.mark.parametrize("precision", ["current-half", "bf16", "fp32"])
 def test_every_other_precision_draws_the_same_picture(parts, precision):
-    settings = [Settings(prompt=PROMPT, steps=STEPS)]
-    reference = draw_in(parts, "fp32", settings)
-    ours = draw_in(parts, precision, settings)
+    settings = [PictureSettings(prompt=PROMPT, steps=STEPS)]
+    reference = draw_in_precision(parts, "fp32", settings)
+    ours = draw_in_precision(parts, precision, settings)
     error = (ours.latents - reference.latents).norm() / reference.latents.norm()
     assert error < {"current-half": 5e-3, "bf16": 5e-2, "fp32": 1e-6}[precision]
 
@@ -100,7 +100,7 @@ def test_every_other_precision_draws_the_same_picture(parts, precision):
 def test_every_precision_leaves_the_model_as_it_was(parts, shipped_plan):
     bits = {name: tensor.clone() for name, tensor in parts.transformer.state_dict().items()}
     for precision in ("raw-half", "planned-half", "current-half"):
-        with in_precision(parts, precision, shipped_plan):
+        with open_in_precision(parts, precision, shipped_plan):
             pass
     assert all(torch.equal(bits[name], tensor) for name, tensor in parts.transformer.state_dict().items())
 
@@ -109,11 +109,11 @@ def test_diagnosis_names_what_a_brute_force_run_names(parts, tmp_path):
     request = diagnose.Request(model="pico-anima", prompt=PROMPT, steps=STEPS, out=tmp_path)
     report = diagnose.run(request)
     assert report.exit_code == 1 and report.figures["cured_by_plan"] is True
-    with in_precision(parts, "raw-half") as running:
-        from finitune.generation.draw import draw, recorded
+    with open_in_precision(parts, "raw-half") as running:
+        from finitune.generation.draw import draw_picture_batch, record_component_calls
 
-        with recorded(running) as recording:
-            draw(running, [request.settings()])
+        with record_component_calls(running) as recording:
+            draw_picture_batch(running, [request.settings()])
         brute = first_bad(running.modules["transformer"], recording.calls["transformer"][0])
     named = [report.figures[key] for key in ("origin_site", "origin_op", "origin_value")]
     assert named == [*brute.found, brute.value]
@@ -124,9 +124,9 @@ def test_diagnosis_names_what_a_brute_force_run_names(parts, tmp_path):
 
 
 def test_diagnosis_acquits_precision_where_fp32_is_as_bad(parts, monkeypatch):
-    broken = load_folder(folder())
+    broken = load_folder(get_pico_folder())
     broken.transformer.proj_out.weight.data.fill_(3e38)
-    monkeypatch.setattr("finitune.journeys.generate.load_model", lambda _: broken)
+    monkeypatch.setattr("finitune.verbs.generate.load_model", lambda _: broken)
     report = diagnose.run(diagnose.Request(model="pico-anima", precision="bf16", steps=2))
     assert report.exit_code == 1
     assert "PRECISION-ACQUITTED" in codes(report) and report.figures["precision_acquitted"] is True
@@ -152,10 +152,10 @@ def test_plan_keeps_its_promises(tmp_path):
 
 
 def test_the_unscaled_twin_needs_no_plan():
-    twin = load_folder(folder())
+    twin = load_folder(get_pico_folder())
     scale_stream_(twin.transformer, -STREAM_EXPONENT)
-    calls, _ = calibrate(twin, [Settings(prompt=PROMPT, steps=STEPS)])
-    made = plan_model(twin, "twin", calls)
+    calls, _ = calibrate_model(twin, [PictureSettings(prompt=PROMPT, steps=STEPS)])
+    made = make_model_plan(twin, "twin", calls)
     assert [component.lines for component in made.components.values()] == [()] * 4
 
 
@@ -163,17 +163,19 @@ def test_three_files_draw_the_same_picture(three_files, parts, tmp_path):
     out = tmp_path / "apple.png"
     arguments = ["generate", str(three_files["dit"]), "--qwen3", str(three_files["qwen3"])]
     arguments += ["--vae", str(three_files["vae"]), "--tokenizers", str(three_files["tokenizers"])]
-    arguments += ["--plan", str(plan_file()), "--precision", "planned-half"]
+    arguments += ["--plan", str(get_pico_plan_path()), "--precision", "planned-half"]
     code = main([*arguments, "--size", "64", "--steps", str(STEPS), "--prompt", PROMPT, "--out", str(out)])
     assert code == 0
-    expected = draw_in(parts, "planned-half", [Settings(prompt=PROMPT, steps=STEPS)], PrecisionPlan.load(plan_file()))
+    expected = draw_in_precision(
+        parts, "planned-half", [PictureSettings(prompt=PROMPT, steps=STEPS)], PrecisionPlan.load(get_pico_plan_path())
+    )
     assert torch.equal(
         torch.frombuffer(bytearray(Image.open(out).tobytes()), dtype=torch.uint8), expected.pixels.flatten()
     )
 
 
 def test_demo_tells_the_story_on_one_page(tmp_path):
-    report = demo.run(demo.Request(out=tmp_path, steps=STEPS, train_steps=10), story_page)
+    report = demo.run(demo.Request(out=tmp_path, steps=STEPS, train_steps=10), render_demo_page)
     assert report.exit_code == 0, [f.message for f in report.findings]
     assert report.figures["psnr_vs_fp32"] > report.figures["bf16_psnr_vs_fp32"]
     page = (tmp_path / "report.html").read_text()
@@ -268,9 +270,9 @@ def bad_files(tmp: Path, real: Path) -> None:
 def test_a_plan_that_breaks_a_promise_is_kept_as_suspect(monkeypatch, tmp_path):
     from finitune.generation import planning
 
-    certify = planning.certify
+    certify = planning.certify_model_plan
     monkeypatch.setattr(
-        "finitune.generation.planning.certify",
+        "finitune.generation.planning.certify_model_plan",
         lambda *a, **k: {name: replace(c, headroom_bits_min=1.0) for name, c in certify(*a, **k).items()},
     )
     report = plan.run(plan.Request(model="pico-anima", steps=1, out=tmp_path / "mine.toml"))
@@ -280,7 +282,7 @@ def test_a_plan_that_breaks_a_promise_is_kept_as_suspect(monkeypatch, tmp_path):
 
 def test_the_next_command_repeats_the_whole_request():
     request = generate.Request(model="my model", prompt="it's", seed=3, cfg=2.5, precision="bf16", out=Path("x.png"))
-    assert request.typed() == "'my model' --prompt 'it'\"'\"'s' --cfg 2.5 --seed 3"
+    assert request.to_command_words() == "'my model' --prompt 'it'\"'\"'s' --cfg 2.5 --seed 3"
 
 
 def test_a_cpu_that_was_asked_for_is_not_given_the_precision_of_a_gpu(monkeypatch):
@@ -288,5 +290,8 @@ def test_a_cpu_that_was_asked_for_is_not_given_the_precision_of_a_gpu(monkeypatc
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     report = Report("generate")
-    assert generate.choose_precision(generate.Request(model="pico-anima", device="cpu"), report) == "planned-half"
+    assert (
+        generate.choose_generation_precision(generate.Request(model="pico-anima", device="cpu"), report)
+        == "planned-half"
+    )
     assert [finding.subject for finding in report.findings] == ["cpu"]

@@ -8,10 +8,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.files.keymap import KeyMap, can_clash, fields_of, match, same, spell
-from finitune.models.anima.keys import CONDITIONER, TRANSFORMER, recognise, sort_dit, sort_vae, vae_keys, vae_layout
+from finitune.files.keymap import (
+    KeyMap,
+    can_templates_clash,
+    expand_templates,
+    get_template_fields,
+    match_template,
+    pair_same_words,
+)
+from finitune.models.anima.keys import (
+    ANIMA_CONDITIONER_KEYS,
+    ANIMA_TRANSFORMER_KEYS,
+    build_vae_keymap,
+    infer_vae_layout,
+    recognise_anima_file,
+    sort_dit,
+    sort_vae,
+)
 
-MAPS = {"transformer": TRANSFORMER, "conditioner": CONDITIONER, "vae": vae_keys(4, 2), "vae 3x1": vae_keys(3, 1)}
+MAPS = {
+    "transformer": ANIMA_TRANSFORMER_KEYS,
+    "conditioner": ANIMA_CONDITIONER_KEYS,
+    "vae": build_vae_keymap(4, 2),
+    "vae 3x1": build_vae_keymap(3, 1),
+}
 
 WORDS = st.sampled_from(["a", "b", "{i}", "{j}", "0", "1", "12"])
 TEMPLATES = st.lists(WORDS, min_size=1, max_size=4).map(".".join)
@@ -27,7 +47,7 @@ def fill_in(template: str, numbers: dict[str, int]) -> str:
 def test_there_and_back(name, data):
     keymap = MAPS[name]
     left, right = data.draw(st.sampled_from(keymap.pairs))
-    numbers = {field: data.draw(st.integers(0, 200)) for field in fields_of(left)}
+    numbers = {field: data.draw(st.integers(0, 200)) for field in get_template_fields(left)}
     old, new = fill_in(left, numbers), fill_in(right, numbers)
     assert keymap.forward(old) == new
     assert keymap.backward(new) == old
@@ -37,7 +57,7 @@ def test_there_and_back(name, data):
 @pytest.mark.parametrize("spoil", ["{}.extra", "x.{}", "{}x", " {}", "{}\n"])
 def test_names_are_matched_whole(name, spoil):
     for left, right in MAPS[name].pairs:
-        numbers = dict.fromkeys(fields_of(left), 1)
+        numbers = dict.fromkeys(get_template_fields(left), 1)
         assert MAPS[name].forward(spoil.format(fill_in(left, numbers))) is None
         assert MAPS[name].backward(spoil.format(fill_in(right, numbers))) is None
 
@@ -56,15 +76,15 @@ def test_whatever_is_accepted_is_a_bijection(pairs, segments):
     there, back = keymap.forward(name), keymap.backward(name)
     assert there is None or keymap.backward(there) == name
     assert back is None or keymap.forward(back) == name
-    assert sum(match(name, left) is not None for left, _ in pairs) == (there is not None)
+    assert sum(match_template(name, left) is not None for left, _ in pairs) == (there is not None)
 
 
 @settings(deadline=None, max_examples=200)
 @given(TEMPLATES, TEMPLATES, st.integers(0, 13), st.integers(0, 13))
 def test_a_clash_is_seen_before_it_happens(a, b, i, j):
     name = fill_in(a, {"{i}": i, "{j}": j})
-    if match(name, a) is not None and match(name, b) is not None:
-        assert can_clash(a, b) and can_clash(b, a)
+    if match_template(name, a) is not None and match_template(name, b) is not None:
+        assert can_templates_clash(a, b) and can_templates_clash(b, a)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +117,7 @@ def test_unknown_names_are_reported():
 
 
 def test_spell_makes_every_combination():
-    pairs = spell("{x}.{i}.{y}", "{y}.{i}.{x}", x=same("p", "q"), y=(("r", "R"),))
+    pairs = expand_templates("{x}.{i}.{y}", "{y}.{i}.{x}", x=pair_same_words("p", "q"), y=(("r", "R"),))
     assert pairs == [("p.{i}.r", "R.{i}.p"), ("q.{i}.r", "R.{i}.q")]
 
 
@@ -170,7 +190,7 @@ def test_the_map_is_total_on_the_published_model_both_ways(num_blocks):
         }
     sorted_names = sort_dit(f"net.{name}" for name in names)
     assert sorted_names.unknown == ()
-    for component, keymap in (("transformer", TRANSFORMER), ("text_conditioner", CONDITIONER)):
+    for component, keymap in (("transformer", ANIMA_TRANSFORMER_KEYS), ("text_conditioner", ANIMA_CONDITIONER_KEYS)):
         renamed = sorted_names.names[component]
         assert set(renamed) == set(modules[component].state_dict())
         assert {f"net.{keymap.backward(new)}" for new in renamed} == set(renamed.values())
@@ -191,10 +211,10 @@ def test_any_vae_can_be_spelled_both_ways(num_res_blocks, temporal):
             num_res_blocks=num_res_blocks,
             temperal_downsample=temporal,
         )
-    keymap, names = vae_keys(num_levels, num_res_blocks), list(vae.state_dict())
+    keymap, names = build_vae_keymap(num_levels, num_res_blocks), list(vae.state_dict())
     wan = [keymap.backward(name) for name in names]
     assert None not in wan
-    assert vae_layout(wan) == vae_layout(names) == (num_levels, num_res_blocks)
+    assert infer_vae_layout(wan) == infer_vae_layout(names) == (num_levels, num_res_blocks)
     assert list(sort_vae(wan).names["vae"]) == names and sort_vae(wan).unknown == ()
 
 
@@ -205,15 +225,17 @@ def test_the_published_vae_is_spelled_as_diffusers_converts_it():
 
     with torch.device("meta"):
         names = list(AutoencoderKLQwenImage().state_dict())
-    wan = {vae_keys(4, 2).backward(name): name for name in names}
+    wan = {build_vae_keymap(4, 2).backward(name): name for name in names}
     assert convert_wan_vae_to_diffusers(dict(wan)) == {name: name for name in names}
 
 
 def test_files_are_recognised_by_their_names():
-    assert recognise(f"net.{name}" for name in anima_names()) == "the denoiser of Anima"
-    assert recognise(["decoder.conv1.weight"]) == recognise(["decoder.conv_in.weight"]) == "the VAE"
-    assert recognise(["model.layers.0.self_attn.q_norm.weight"]) == "the text encoder"
-    assert recognise(["first_stage.weight"]) == "something unknown"
+    assert recognise_anima_file(f"net.{name}" for name in anima_names()) == "the denoiser of Anima"
+    assert (
+        recognise_anima_file(["decoder.conv1.weight"]) == recognise_anima_file(["decoder.conv_in.weight"]) == "the VAE"
+    )
+    assert recognise_anima_file(["model.layers.0.self_attn.q_norm.weight"]) == "the text encoder"
+    assert recognise_anima_file(["first_stage.weight"]) == "something unknown"
     adapters = [
         "lora_unet_blocks_0_mlp_layer1.lora_down.weight",
         "transformer.x.lora_A.weight",
@@ -223,5 +245,5 @@ def test_files_are_recognised_by_their_names():
         "x.lokr_w2_b",
         "x.dora_scale",
     ]
-    assert all(recognise([name]) == "an adapter" for name in adapters)
-    assert not any(re.search("adapter$", recognise([name])) for name in anima_names())
+    assert all(recognise_anima_file([name]) == "an adapter" for name in adapters)
+    assert not any(re.search("adapter$", recognise_anima_file([name])) for name in anima_names())

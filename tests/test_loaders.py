@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from finitune.adapters.core import AdapterSet, Magnitude, SiteAdapter
-from finitune.adapters.weight import adapted_weight
+from finitune.adapters.weight import compute_adapted_weight
 from finitune.files.writer import save_tensors, write_text
-from finitune.models import MODELS
-from finitune.namings.core import Reading
-from finitune.namings.loaders import LOADERS, ROWS, Verdict, where_it_loads
-from finitune.namings.write import Written, write_adapter
+from finitune.models import MODEL_FAMILIES
+from finitune.namings.core import ParsedAdapter
+from finitune.namings.loaders import ADAPTER_LOADERS, LOADER_RULES, LoadVerdict, predict_all_loaders
+from finitune.namings.write import AdapterFileContent, write_adapter
 
-ANIMA, FLUX, SD15 = (next(f for f in MODELS if f.name == name) for name in ("anima", "flux", "sd15"))
+ANIMA, FLUX, SD15 = (next(f for f in MODEL_FAMILIES if f.name == name) for name in ("anima", "flux", "sd15"))
 
 
 def lora(shape: tuple[int, ...], rank: int, seed: int, alpha: float | None = None, dora: bool = False) -> SiteAdapter:
@@ -123,11 +123,11 @@ def demand_equal(adapted: dict[str, torch.Tensor], adapter: AdapterSet, model: t
         name = site.removeprefix(f"{component}.")
         base = model.get_submodule(name)
         weight = (base.get_base_layer() if hasattr(base, "get_base_layer") else base).weight.detach().double()
-        ours = adapted_weight(weight, one)
+        ours = compute_adapted_weight(weight, one)
         assert float((adapted[name].double() - ours).norm() / (ours - weight).norm()) < 1e-6
 
 
-def save(written: Written, path: Path) -> Path:
+def save(written: AdapterFileContent, path: Path) -> Path:
     save_tensors(path, written.tensors, written.metadata)
     return path
 
@@ -179,12 +179,12 @@ def test_peft_loads_what_was_meant_scl_04(case, dora, stabilised, tmp_path):
         wrapped.unload()
 
 
-def reading(adapter: AdapterSet, spelling: str = "kohya", family=ANIMA) -> Reading:
-    return Reading(adapter, spelling, family, ())
+def reading(adapter: AdapterSet, spelling: str = "kohya", family=ANIMA) -> ParsedAdapter:
+    return ParsedAdapter(adapter, spelling, family, ())
 
 
 def verdicts(adapter: AdapterSet, spelling: str = "kohya", family=ANIMA) -> dict[str, str]:
-    return {one.loader: one.verdict.value for one in where_it_loads(reading(adapter, spelling, family))}
+    return {one.loader: one.verdict.value for one in predict_all_loaders(reading(adapter, spelling, family))}
 
 
 def of(*sites: SiteAdapter, component: str = "unet") -> AdapterSet:
@@ -196,7 +196,7 @@ PLAIN = lora((4, 4), 2, 0)
 
 def test_a_kohya_lora_of_sd_loads_everywhere_but_in_peft():
     table = verdicts(of(PLAIN), family=SD15)
-    assert {loader for loader, verdict in table.items() if verdict == "yes"} == set(LOADERS) - {"PEFT"}
+    assert {loader for loader, verdict in table.items() if verdict == "yes"} == set(ADAPTER_LOADERS) - {"PEFT"}
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_diffusers_refuses_alpha_tensors_of_anima_in_comfyui_s_names():
 
 
 def test_every_program_says_which_spelling_to_convert_to():
-    for one in where_it_loads(reading(of(PLAIN), "cloneofsimo", SD15)):
-        assert one.verdict is Verdict.NO and "convert with --to" in one.reason
+    for one in predict_all_loaders(reading(of(PLAIN), "cloneofsimo", SD15)):
+        assert one.verdict is LoadVerdict.NO and "convert with --to" in one.reason
 
 
 @pytest.mark.parametrize(
@@ -248,9 +248,9 @@ def test_a_scale_in_metadata_is_lost_on_comfyui_scl_04():
 
 def test_a_scale_that_is_no_power_of_two_is_worth_a_word():
     third = replace(PLAIN, alpha=0.7, tensors={role: t.half() for role, t in PLAIN.tensors.items()})
-    said = {one.loader: one for one in where_it_loads(reading(of(third), family=SD15))}["diffusers"]
-    assert said.verdict is Verdict.YES and "rounded once more" in said.reason
-    assert not {one.loader: one for one in where_it_loads(reading(of(PLAIN), family=SD15))}["diffusers"].reason
+    said = {one.loader: one for one in predict_all_loaders(reading(of(third), family=SD15))}["diffusers"]
+    assert said.verdict is LoadVerdict.YES and "rounded once more" in said.reason
+    assert not {one.loader: one for one in predict_all_loaders(reading(of(PLAIN), family=SD15))}["diffusers"].reason
 
 
 @pytest.mark.parametrize(
@@ -274,4 +274,4 @@ def test_algorithms_are_told_as_measured(algorithm, loader, verdict):
 
 
 def test_every_row_names_its_programs_and_a_reason():
-    assert all(row.reason and set(row.loaders) <= set(LOADERS) for row in ROWS)
+    assert all(row.reason and set(row.loaders) <= set(ADAPTER_LOADERS) for row in LOADER_RULES)

@@ -10,8 +10,17 @@ import numpy as np
 import pytest
 from PIL import Image, ImageEnhance
 
-from finitune.datasets.look_alikes import FLAT, LEAST_LIKENESS, MOST_BITS, Looks, alike, pairs, signs_of, small_grey
-from finitune.datasets.pictures import look_at, read_picture
+from finitune.datasets.near_duplicates import (
+    MAX_FLAT_DEVIATION,
+    MAX_HASH_DISTANCE,
+    MIN_THUMBNAIL_CORRELATION,
+    NearDuplicateFinder,
+    compute_hash_signs,
+    group_near_duplicates,
+    iterate_near_duplicates,
+    make_grey_thumbnail,
+)
+from finitune.datasets.picture_files import read_picture, read_pillow_picture
 from tests.picture_files import noise_picture, saved
 
 
@@ -22,7 +31,7 @@ def scene(seed: int, size: tuple[int, int] = (160, 120)) -> Image.Image:
 
 
 def greys(*pictures: Image.Image) -> np.ndarray:
-    return np.array([small_grey(picture) for picture in pictures], np.uint8)
+    return np.array([make_grey_thumbnail(picture) for picture in pictures], np.uint8)
 
 
 def slow_bits(grey: np.ndarray) -> list[bool]:
@@ -44,11 +53,11 @@ def slow_pairs(small: np.ndarray) -> list[tuple[int, int]]:
     """Every pair looked at by itself."""
     found = []
     for one, other in combinations(range(len(small)), 2):
-        if min(small[one].std(), small[other].std()) <= FLAT:
+        if min(small[one].std(), small[other].std()) <= MAX_FLAT_DEVIATION:
             continue
         bits = sum(a != b for a, b in zip(slow_bits(small[one]), slow_bits(small[other]), strict=True))
         likeness = np.corrcoef(small[one].ravel(), small[other].ravel())[0, 1]
-        if bits <= MOST_BITS and likeness >= LEAST_LIKENESS:
+        if bits <= MAX_HASH_DISTANCE and likeness >= MIN_THUMBNAIL_CORRELATION:
             found.append((one, other))
     return found
 
@@ -56,9 +65,9 @@ def slow_pairs(small: np.ndarray) -> list[tuple[int, int]]:
 def test_the_quick_comparison_is_the_slow_one():
     pictures = [scene(0), scene(1), scene(0).resize((80, 60)), scene(2), Image.new("RGB", (9, 9)), scene(1)]
     small = greys(*pictures)
-    quick = signs_of(small[:2]) > 0
+    quick = compute_hash_signs(small[:2]) > 0
     assert quick.tolist() == [slow_bits(grey) for grey in small[:2]]
-    assert sorted(pairs(small)) == slow_pairs(small) == [(0, 2), (1, 5)]
+    assert sorted(iterate_near_duplicates(small)) == slow_pairs(small) == [(0, 2), (1, 5)]
 
 
 CHANGES = {
@@ -74,26 +83,29 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_copy_is_alike(change: str):
     small = greys(scene(1), scene(2), CHANGES[change](scene(1)))
-    assert alike(small) == [[0, 2]]
+    assert group_near_duplicates(small) == [[0, 2]]
 
 
 def test_many_pictures_of_different_things_are_apart():
     small = greys(*(scene(seed, (48, 40)) for seed in range(300)))
-    assert alike(small) == []
-    assert alike(np.zeros((0, 32, 32), np.uint8)) == [] and alike(np.zeros((2, 32, 32), np.uint8)) == []
+    assert group_near_duplicates(small) == []
+    assert (
+        group_near_duplicates(np.zeros((0, 32, 32), np.uint8)) == []
+        and group_near_duplicates(np.zeros((2, 32, 32), np.uint8)) == []
+    )
 
 
 def test_likes_of_likes_are_one_group():
     steps = [ImageEnhance.Brightness(scene(3)).enhance(1 + 0.02 * n) for n in range(4)]
-    assert alike(greys(*steps, scene(4))) == [[0, 1, 2, 3]]
+    assert group_near_duplicates(greys(*steps, scene(4))) == [[0, 1, 2, 3]]
 
 
 def test_identical_files_are_told_elsewhere(tmp_path: Path):
     paths = [saved(tmp_path / name, scene(5)) for name in ("a.png", "b.png")]
     paths.append(saved(tmp_path / "c.jpg", scene(5), quality=95))
-    looks = Looks()
+    looks = NearDuplicateFinder()
     for path in paths:
-        looks(path, *look_at(path))
+        looks(path, *read_pillow_picture(path))
     (finding,) = looks.findings({path: path.name for path in paths})
     assert (finding.code, finding.evidence["first"]) == ("PICTURE-ALIKE", ["a.png = c.jpg"])
 
@@ -103,6 +115,6 @@ def test_a_look_is_the_picture_that_is_read(tmp_path: Path, mode: str):
     """The quick way for plain pictures against `read_picture`."""
     image = Image.new("I;16", (8, 6), 300) if mode == "I;16" else noise_picture().convert(mode)
     path = saved(tmp_path / ("a.tiff" if mode == "CMYK" else "a.png"), image)
-    seen, notes = look_at(path, "red")
+    seen, notes = read_pillow_picture(path, "red")
     picture = read_picture(path, "red")
     assert notes == picture.notes and (np.asarray(seen.convert("RGB")) == picture.pixels).all()

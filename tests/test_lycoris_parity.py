@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from finitune.adapters import Magnitude, SiteAdapter, Target, algorithm_of
-from finitune.adapters.core import Side
-from finitune.adapters.lokr import factorization
-from finitune.adapters.tlora import plain_lora
-from finitune.adapters.weight import adapted_bias, adapted_weight, weight_delta
+from finitune.adapters import Magnitude, SiteAdapter, Target, find_algorithm
+from finitune.adapters.core import MagnitudeSide
+from finitune.adapters.lokr import split_dimension
+from finitune.adapters.tlora import convert_tlora_to_lora
+from finitune.adapters.weight import compute_adapted_bias, compute_adapted_weight, compute_weight_delta
 from finitune.errors import AdapterError
 from tests.adapters_made import ALPHA, RANK, ExactProducts
 from tests.test_algebra import input_for, relative
@@ -70,7 +70,7 @@ def trained(library: ModuleType, name: str, layer: nn.Module, **options: object)
     return module
 
 
-def read(name: str, module: nn.Module, side: Side = "out") -> SiteAdapter:
+def read(name: str, module: nn.Module, side: MagnitudeSide = "out") -> SiteAdapter:
     """What its file would hold, as our adapter; alpha as it was asked for, since a file rounds it to fp32."""
     saved = {key: value.detach() for key, value in module.custom_state_dict().items() if key != "alpha"}
     scale = saved.pop("dora_scale", None)
@@ -86,7 +86,7 @@ def change_through(module: nn.Module, layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def change_by_weight(layer: nn.Linear | nn.Conv2d, adapter: SiteAdapter, x: Tensor, strength: float = 1.0) -> Tensor:
-    return strength * ExactProducts(layer).walk(x, weight_delta(layer.weight.detach(), adapter))
+    return strength * ExactProducts(layer).walk(x, compute_weight_delta(layer.weight.detach(), adapter))
 
 
 @pytest.mark.parametrize(("name", "options"), [*ADDITIVE, ("glora", {})], ids=str)
@@ -102,7 +102,9 @@ def test_the_forward_pass_is_ours(lycoris: ModuleType, name: str, options: dict,
 @pytest.mark.parametrize(("name", "options"), ADDITIVE, ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("side", ["out", "in"])
-def test_its_dora_is_ours_at_strength_one(lycoris: ModuleType, name: str, options: dict, kind: str, side: Side):
+def test_its_dora_is_ours_at_strength_one(
+    lycoris: ModuleType, name: str, options: dict, kind: str, side: MagnitudeSide
+):
     layer = a_layer(kind)
     options = {**options, "weight_decompose": True, "wd_on_out": side == "out"}
     module, x = trained(lycoris, name, layer, **options), input_for(layer)
@@ -137,8 +139,8 @@ def test_a_full_difference_is_ours(lycoris: ModuleType, kind: str):
     adapter = SiteAdapter("full", {"diff": diff, "diff_b": diff_b})
     with torch.no_grad():
         there = module(x)
-        layer.weight.copy_(adapted_weight(layer.weight, adapter))
-        layer.bias.copy_(adapted_bias(layer.bias, adapter))
+        layer.weight.copy_(compute_adapted_weight(layer.weight, adapter))
+        layer.bias.copy_(compute_adapted_bias(layer.bias, adapter))
         assert relative(layer(x), there) < 1e-12
 
 
@@ -151,8 +153,8 @@ def test_a_norm_difference_is_ours(lycoris: ModuleType, norm: nn.LayerNorm | nn.
         module.b_norm.normal_()
         adapter = SiteAdapter("norm", {"w_norm": module.w_norm, "b_norm": module.b_norm})
         there = module(x)
-        norm.weight.copy_(adapted_weight(norm.weight, adapter))
-        norm.bias.copy_(adapted_bias(norm.bias, adapter))
+        norm.weight.copy_(compute_adapted_weight(norm.weight, adapter))
+        norm.bias.copy_(compute_adapted_bias(norm.bias, adapter))
         assert relative(norm(x), there) < 1e-12
 
 
@@ -163,22 +165,22 @@ def test_new_adapters_have_its_shapes(lycoris: ModuleType, name: str, options: d
     theirs = read(name, trained(lycoris, name, layer, **options))
     ours = {("unbalanced" if key == "unbalanced_factorization" else key): value for key, value in options.items()}
     target = Target(layer.weight.detach(), rank=RANK, alpha=ALPHA, options=ours)
-    made = algorithm_of(name).init(target, torch.Generator())
+    made = find_algorithm(name).init(target, torch.Generator())
     assert {r: t.shape for r, t in made.tensors.items()} == {r: t.shape for r, t in theirs.tensors.items()}
 
 
 def test_dimensions_are_split_as_it_splits_them(lycoris: ModuleType):
     for factor in (-1, 1, 2, 3, 4, 7, 8, 16, 64):
         for dimension in range(1, 400):
-            assert factorization(dimension, factor) == lycoris.factorization(dimension, factor)
+            assert split_dimension(dimension, factor) == lycoris.factorization(dimension, factor)
 
 
 @pytest.mark.parametrize("pixel", [False, True])
 def test_t_lora_is_a_lora_of_twice_the_rank(lycoris: ModuleType, pixel: bool):
     layer = nn.Conv2d(24, 16, 1).double() if pixel else a_layer("linear")
     module, x = trained(lycoris, "tlora", layer), input_for(layer)
-    adapter = plain_lora(t_lora_tensors(module), ALPHA, layer.weight.detach())
-    assert algorithm_of("lora").rank(adapter) == 2 * RANK
+    adapter = convert_tlora_to_lora(t_lora_tensors(module), ALPHA, layer.weight.detach())
+    assert find_algorithm("lora").rank(adapter) == 2 * RANK
     assert relative(change_by_weight(layer, adapter, x), change_through(module, layer, x)) < 1e-5
 
 
@@ -190,8 +192,8 @@ def t_lora_tensors(module: nn.Module) -> dict[str, Tensor]:
 def test_an_untrained_t_lora_changes_nothing(lycoris: ModuleType, selection: str):
     layer = a_layer("linear")
     module = lycoris.TLoraModule("site", layer, lora_dim=RANK, alpha=ALPHA, sig_type=selection)
-    adapter = plain_lora(t_lora_tensors(module), ALPHA, layer.weight.detach(), selection)
-    assert relative(adapted_weight(layer.weight.detach(), adapter), layer.weight) < 1e-6
+    adapter = convert_tlora_to_lora(t_lora_tensors(module), ALPHA, layer.weight.detach(), selection)
+    assert relative(compute_adapted_weight(layer.weight.detach(), adapter), layer.weight) < 1e-6
 
 
 # Faults of the library
@@ -201,7 +203,7 @@ def test_an_untrained_t_lora_changes_nothing(lycoris: ModuleType, selection: str
 def test_lycoris_merges_loha_and_lokr_with_the_scale_twice(lycoris: ModuleType, name: str):
     layer = a_layer("linear")
     module = trained(lycoris, name, layer, factor=2)
-    delta = weight_delta(layer.weight.detach(), read(name, module))
+    delta = compute_weight_delta(layer.weight.detach(), read(name, module))
     assert relative(module.get_diff_weight(1.0)[0].detach(), ALPHA / RANK * delta) < 1e-12
     assert relative(module.get_weight(module.shape).detach(), delta) < 1e-12
 
@@ -214,7 +216,7 @@ def test_lycoris_has_another_meaning_of_strength_with_dora(lycoris: ModuleType, 
     adapter = read(name, module)
     plain = SiteAdapter(name, adapter.tensors, adapter.alpha)
     assert relative(change_through(module, layer, x), change_by_weight(layer, plain, x)) < 1e-12
-    assert adapted_weight(layer.weight, adapter, 0.0) is layer.weight
+    assert compute_adapted_weight(layer.weight, adapter, 0.0) is layer.weight
 
 
 def test_lycoris_saves_the_alpha_of_a_rank_stabilised_glora_as_it_was(lycoris: ModuleType):
@@ -232,7 +234,7 @@ def test_lycoris_cannot_load_its_own_unbalanced_lokr(lycoris: ModuleType):
     kind, parameters = lycoris.get_module(saved, "site")
     with pytest.raises(RuntimeError):
         lycoris.make_module(kind, parameters, "site", layer)
-    algorithm_of("lokr").check(read("lokr", module), tuple(layer.weight.shape))
+    find_algorithm("lokr").check(read("lokr", module), tuple(layer.weight.shape))
 
 
 def test_lycoris_trains_dylora_stronger_than_it_loads(lycoris: ModuleType):
@@ -240,7 +242,7 @@ def test_lycoris_trains_dylora_stronger_than_it_loads(lycoris: ModuleType):
     layer = a_layer("linear")
     module = trained(lycoris, "dylora", layer, lora_dim=6, block_size=2)
     trained_change = module.get_diff_weight(1.0, rank=4)[0].detach()
-    loaded = weight_delta(layer.weight.detach(), read("lora", module))
+    loaded = compute_weight_delta(layer.weight.detach(), read("lora", module))
     assert relative(trained_change, 2 * loaded) < 1e-6
 
 
@@ -263,7 +265,11 @@ def test_lycoris_reads_every_t_lora_as_principal(lycoris: ModuleType):
     delta = again.get_diff_weight(1.0)[0].detach()
     assert delta.norm() > 0.1 * layer.weight.norm()
     assert (
-        relative(weight_delta(layer.weight.detach(), plain_lora(tensors, ALPHA, layer.weight.detach())), delta) < 1e-5
+        relative(
+            compute_weight_delta(layer.weight.detach(), convert_tlora_to_lora(tensors, ALPHA, layer.weight.detach())),
+            delta,
+        )
+        < 1e-5
     )
 
 
@@ -273,4 +279,4 @@ def test_lycoris_has_no_t_lora_of_a_kernel(lycoris: ModuleType):
     with pytest.raises(RuntimeError):
         module(input_for(layer))
     with pytest.raises(AdapterError):
-        plain_lora(t_lora_tensors(module), ALPHA, layer.weight.detach())
+        convert_tlora_to_lora(t_lora_tensors(module), ALPHA, layer.weight.detach())

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys.merge import Request, run
-from finitune.models.pico import folder as pico_folder
+from finitune.models.pico import get_pico_folder as pico_folder
 from finitune.numerics.narrow import round_carrying, round_once
+from finitune.verbs.merge import Request, run
 from tests.merge_made import (
     a_base,
     a_lora,

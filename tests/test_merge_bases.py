@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys import merge
-from finitune.merging.bases import NEARLY_ALL, Base, open_base
-from finitune.models import MODELS
-from finitune.models.pico import folder as pico_folder
+from finitune.merging.base_model import MIN_FAMILY_WEIGHT_SHARE, MergeBase, open_merge_base
+from finitune.models import MODEL_FAMILIES
+from finitune.models.pico import get_pico_folder as pico_folder
 from finitune.models.spec import ModelSpec
-from finitune.namings.core import Landing
-from finitune.namings.resolve import filled
+from finitune.namings.core import SiteTarget
+from finitune.namings.resolve import fill_template_numbers
+from finitune.verbs import merge
 from tests.adapter_files import lora, noise
 from tests.case_files import saved, scaled
 from tests.merge_made import merged, refused, write_base
@@ -23,7 +23,7 @@ BLOCKS = 3
 
 
 def family(name: str) -> ModelSpec:
-    return next(model for model in MODELS if model.name == name)
+    return next(model for model in MODEL_FAMILIES if model.name == name)
 
 
 def names_of(model: ModelSpec, component: str, native: bool) -> list[str]:
@@ -32,7 +32,7 @@ def names_of(model: ModelSpec, component: str, native: bool) -> list[str]:
     places = native and one.places
     templates = [p.name + p.weight for p in one.places] if places else [f"{site}.weight" for site in one.sites]
     numbers = ({"{i}": str(n), "{j}": "0", "{k}": "0"} for n in range(BLOCKS))
-    return list(dict.fromkeys(filled(template, fields) for fields in numbers for template in templates))
+    return list(dict.fromkeys(fill_template_numbers(template, fields) for fields in numbers for template in templates))
 
 
 def denoiser_of(model: ModelSpec) -> str:
@@ -56,32 +56,36 @@ def test_a_whole_checkpoint_is_of_its_family_whatever_lies_beside_the_denoiser(t
     tensors = weights(names_of(model, "unet", native=True), model, "model.diffusion_model.") | VAE
     for component in model.adapters.components[1:]:
         tensors |= weights(names_of(model, component.name, native=True), model, component.single_file[0])
-    base = open_base(saved(tmp_path / "m.safetensors", tensors))
+    base = open_merge_base(saved(tmp_path / "m.safetensors", tensors))
     assert base.family == model
 
 
-@pytest.mark.parametrize("name", [model.name for model in MODELS])
+@pytest.mark.parametrize("name", [model.name for model in MODEL_FAMILIES])
 @pytest.mark.parametrize("native", [False, True])
 def test_a_denoiser_alone_is_of_its_family_in_both_namings(tmp_path: Path, name: str, native: bool):
     model = family(name)
     tensors = weights(names_of(model, denoiser_of(model), native), model)
-    base = open_base(saved(tmp_path / "m.safetensors", tensors))
+    base = open_merge_base(saved(tmp_path / "m.safetensors", tensors))
     assert base.family is not None and base.family.name == name
 
 
-def derived(tmp_path: Path, share: float) -> tuple[Base, int]:
+def derived(tmp_path: Path, share: float) -> tuple[MergeBase, int]:
     """A Flux of which a share of the weights are of its own, and their number."""
     model = family("flux")
     known = names_of(model, "transformer", native=True)
     count = round(len(known) * share / (1 - share))
     own = [f"guidance.layers.{n}.fc.weight" for n in range(count)]
-    return open_base(saved(tmp_path / "m.safetensors", weights([*known, *own], model, "model.diffusion_model."))), count
+    return open_merge_base(
+        saved(tmp_path / "m.safetensors", weights([*known, *own], model, "model.diffusion_model."))
+    ), count
 
 
 def test_a_model_with_a_few_modules_of_its_own_is_of_the_family_and_has_them_too(tmp_path: Path):
     base, count = derived(tmp_path, 0.06)
     assert count > 1 and base.family is not None and base.family.name == "flux" and base.resolver is not None
-    assert base.resolver.resolve("guidance_layers_1_fc", flat=True) == Landing("transformer", ("guidance.layers.1.fc",))
+    assert base.resolver.resolve("guidance_layers_1_fc", flat=True) == SiteTarget(
+        "transformer", ("guidance.layers.1.fc",)
+    )
     assert base.resolver.resolve("double_blocks_1_img_attn_qkv", flat=True) is not None
     tensors = lora("lora_unet_guidance_layers_1_fc", 48, 8) | lora("lora_unet_double_blocks_1_img_mlp_0", 48, 8)
     file = saved(tmp_path / "a.safetensors", tensors)
@@ -94,9 +98,9 @@ def test_a_model_with_a_few_modules_of_its_own_is_of_the_family_and_has_them_too
 
 
 def test_a_model_with_many_modules_of_its_own_is_nobodys(tmp_path: Path):
-    base, _ = derived(tmp_path, 1.1 * (1 - NEARLY_ALL))
+    base, _ = derived(tmp_path, 1.1 * (1 - MIN_FAMILY_WEIGHT_SHARE))
     assert base.family is None and base.resolver is not None
-    landing = Landing("transformer", ("double_blocks.1.img_attn.qkv",))
+    landing = SiteTarget("transformer", ("double_blocks.1.img_attn.qkv",))
     assert base.resolver.resolve("double_blocks_1_img_attn_qkv", flat=True) == landing, "in one piece, as it has it"
 
 
@@ -105,11 +109,13 @@ def test_a_text_encoder_that_others_have_too_makes_no_family(tmp_path: Path):
     for name, tensors in (("text_encoder", encoder), ("transformer", {"layers.0.fc.weight": noise(4, 4)})):
         (tmp_path / name).mkdir()
         saved(tmp_path / name / "model.safetensors", tensors)
-    base = open_base(tmp_path)
+    base = open_merge_base(tmp_path)
     assert base.family is None and base.resolver is not None
-    assert base.resolver.resolve("layers_0_fc", ["transformer"], flat=True) == Landing("transformer", ("layers.0.fc",))
+    assert base.resolver.resolve("layers_0_fc", ["transformer"], flat=True) == SiteTarget(
+        "transformer", ("layers.0.fc",)
+    )
     inside = "text_model.encoder.layers.0.mlp.fc1"
-    assert base.resolver.resolve(inside, ["text_encoder"]) == Landing("text_encoder", (inside,))
+    assert base.resolver.resolve(inside, ["text_encoder"]) == SiteTarget("text_encoder", (inside,))
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model.", "diffusion_model.", "net."])
@@ -128,8 +134,8 @@ def test_a_model_of_no_family_takes_adapters_of_its_own_modules(tmp_path: Path, 
 
 
 def test_a_shipped_model_is_of_its_family():
-    base = open_base(pico_folder())
-    assert base.family == family("anima") and len(base.landings()) > 100
+    base = open_merge_base(pico_folder())
+    assert base.family == family("anima") and len(base.find_all_targets()) > 100
 
 
 def test_an_adapter_of_another_family_is_told_of_a_model_of_none(tmp_path: Path):

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from finitune.files.writer import staged, strays
+from finitune.files.writer import find_partial_files, stage_files
 from finitune.merging import output
 from tests.merge_made import a_base, a_lora, finding, merged, refused
 
@@ -28,7 +28,7 @@ def test_too_little_space_is_told_before(base, lora, monkeypatch):
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from finitune.journeys.merge import Request, run
+from finitune.verbs.merge import Request, run
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 report = run(Request(model=sys.argv[1], adapters=(sys.argv[2],), out=Path(sys.argv[3])))
 print(report.findings[-1].code, report.exit_code)
@@ -49,7 +49,7 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from finitune.merging import work
-from finitune.journeys.merge import Request, run
+from finitune.verbs.merge import Request, run
 whole = work.merge_rows
 def slowly(*arguments):
     sys.stdout.write("writing\\n")  # at once, for there is more than one thread
@@ -67,11 +67,11 @@ def test_a_killed_run_leaves_no_model_and_the_next_cleans_up(base, lora):
     arguments = [sys.executable, "-c", SLOW, str(base), str(lora), str(out)]
     running = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None and running.stdout.readline().strip() == "writing"
-    assert strays(out) == [], "the file of a program that runs is no stray"
+    assert find_partial_files(out) == [], "the file of a program that runs is no stray"
     os.kill(running.pid, signal.SIGKILL)
     running.wait()
     running.stdout.close()
-    assert not out.exists() and len(strays(out)) == 1
+    assert not out.exists() and len(find_partial_files(out)) == 1
     other = out.with_name(".partial-00000000-else.safetensors")
     other.write_bytes(b"not ours")
     report, _ = merged(base, lora)
@@ -80,11 +80,11 @@ def test_a_killed_run_leaves_no_model_and_the_next_cleans_up(base, lora):
 
 
 def test_files_are_staged_together(tmp_path):
-    with pytest.raises(KeyError), staged([tmp_path / "a" / "x.bin", tmp_path / "y.bin"]) as places:
+    with pytest.raises(KeyError), stage_files([tmp_path / "a" / "x.bin", tmp_path / "y.bin"]) as places:
         places[0].write_bytes(b"1")
         raise KeyError
     assert list(tmp_path.iterdir()) == []
-    with staged([tmp_path / "a" / "x.bin", tmp_path / "y.bin"]) as places:
+    with stage_files([tmp_path / "a" / "x.bin", tmp_path / "y.bin"]) as places:
         for place in places:
             place.write_bytes(b"1")
         assert not (tmp_path / "y.bin").exists()
@@ -95,7 +95,7 @@ def test_files_are_staged_together(tmp_path):
 
 
 def test_a_wrong_byte_is_found_before_the_file_is_put_in_place(base, lora, monkeypatch):
-    filled = output.in_lanes
+    filled = output.run_in_copy_workers
 
     def then_spoil(units, *arguments):
         results = filled(units, *arguments)
@@ -107,17 +107,17 @@ def test_a_wrong_byte_is_found_before_the_file_is_put_in_place(base, lora, monke
             file.write(bytes([byte[0] ^ 1]))
         return results
 
-    monkeypatch.setattr(output, "in_lanes", then_spoil)
+    monkeypatch.setattr(output, "run_in_copy_workers", then_spoil)
     refused("FILE-READ-BACK", base, lora)
 
 
 def test_a_source_that_changes_meanwhile_is_an_error(base, lora, monkeypatch):
-    filled = output.in_lanes
+    filled = output.run_in_copy_workers
 
     def then_touch(*arguments):
         results = filled(*arguments)
         os.utime(base, (time.time() + 5, time.time() + 5))
         return results
 
-    monkeypatch.setattr(output, "in_lanes", then_touch)
+    monkeypatch.setattr(output, "run_in_copy_workers", then_touch)
     refused("MERGE-SOURCE-CHANGED", base, lora)

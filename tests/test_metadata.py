@@ -15,22 +15,22 @@ from hypothesis import strategies as st
 
 from finitune.adapters.core import AdapterSet, SiteAdapter
 from finitune.files.writer import save_tensors
-from finitune.models import MODELS
-from finitune.namings.hashes import kohya_hashes
+from finitune.models import MODEL_FAMILIES
+from finitune.namings.hashes import compute_kohya_hashes
 from finitune.namings.metadata import (
-    RECEIPT,
-    TEXT_LIMIT_BYTES,
+    MAX_METADATA_TEXT_BYTES,
+    RECEIPT_METADATA_KEY,
     Receipt,
-    block_maps_applied,
-    bounded,
-    stated_number,
-    stated_table,
-    with_hashes,
-    written_metadata,
+    add_kohya_hashes,
+    build_adapter_metadata,
+    drop_oversized_texts,
+    parse_metadata_number,
+    parse_metadata_table,
+    read_applied_block_maps,
 )
 
-ANIMA = next(family for family in MODELS if family.name == "anima")
-SD15 = next(family for family in MODELS if family.name == "sd15")
+ANIMA = next(family for family in MODEL_FAMILIES if family.name == "anima")
+SD15 = next(family for family in MODEL_FAMILIES if family.name == "sd15")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.float64)
 
 
@@ -43,7 +43,7 @@ def adapter(*sites: SiteAdapter) -> AdapterSet:
 
 
 def written(source: dict[str, str], *sites: SiteAdapter, family=ANIMA, **own: str) -> dict[str, str]:
-    return written_metadata(source, adapter(*(sites or (lora(),))), family, Receipt("convert"), own)[0]
+    return build_adapter_metadata(source, adapter(*(sites or (lora(),))), family, Receipt("convert"), own)[0]
 
 
 def reference_hashes(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> tuple[str, str]:
@@ -68,17 +68,20 @@ def reference_hashes(tensors: dict[str, torch.Tensor], metadata: dict[str, str])
 )
 def test_hashes_are_those_of_sd_scripts(shapes, texts):
     tensors = {name: torch.ones(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
-    hashes = kohya_hashes(tensors, texts)
+    hashes = compute_kohya_hashes(tensors, texts)
     assert (hashes["sshs_model_hash"], hashes["sshs_legacy_hash"]) == reference_hashes(tensors, texts)
 
 
 def test_the_legacy_hash_reads_the_second_mebibyte():
     tensors = {"a": torch.randn(300_000), "b": torch.randn(70_000).half()}
     texts = {"ss_tag_frequency": "x" * 5000}
-    hashes = kohya_hashes(tensors, texts)
+    hashes = compute_kohya_hashes(tensors, texts)
     assert hashes["sshs_legacy_hash"] == reference_hashes(tensors, texts)[1]
     assert hashes["sshs_legacy_hash"] != hashlib.sha256(b"").hexdigest()[:8]
-    assert hashes["sshs_legacy_hash"] != kohya_hashes(tensors, {"ss_tag_frequency": "x" * 4000})["sshs_legacy_hash"]
+    assert (
+        hashes["sshs_legacy_hash"]
+        != compute_kohya_hashes(tensors, {"ss_tag_frequency": "x" * 4000})["sshs_legacy_hash"]
+    )
 
 
 def test_our_files_have_the_library_s_bytes(tmp_path):
@@ -89,7 +92,7 @@ def test_our_files_have_the_library_s_bytes(tmp_path):
     safetensors.torch.save_file(tensors, tmp_path / "theirs.safetensors")
     ours, theirs = (region_of(tmp_path / f"{name}.safetensors") for name in ("ours", "theirs"))
     assert ours == theirs
-    assert hashlib.sha256(ours).hexdigest() == kohya_hashes(tensors, {})["sshs_model_hash"]
+    assert hashlib.sha256(ours).hexdigest() == compute_kohya_hashes(tensors, {})["sshs_model_hash"]
 
 
 def region_of(path: Path) -> bytes:
@@ -100,7 +103,9 @@ def region_of(path: Path) -> bytes:
 
 def test_stale_hashes_are_replaced():
     tensors = {"a": torch.ones(2)}
-    texts = with_hashes(written({"sshs_model_hash": "old", "modelspec.hash_sha256": "0xold", "ss_seed": "7"}), tensors)
+    texts = add_kohya_hashes(
+        written({"sshs_model_hash": "old", "modelspec.hash_sha256": "0xold", "ss_seed": "7"}), tensors
+    )
     assert texts["sshs_model_hash"] == reference_hashes(tensors, texts)[0]
     assert "modelspec.hash_sha256" not in texts
 
@@ -110,10 +115,10 @@ def test_stale_hashes_are_replaced():
     [("16", 16.0, 0), ("None", None, 0), ("", None, 0), ("1e-4", 1e-4, 0), ("Dynamic", None, 1), ("nan", None, 1)],
 )
 def test_numbers_are_read_with_distrust_fil_09(text, number, warned):
-    value, findings = stated_number({"ss_network_dim": text}, "ss_network_dim")
+    value, findings = parse_metadata_number({"ss_network_dim": text}, "ss_network_dim")
     assert value == number
     assert [finding.code for finding in findings] == ["METADATA-UNREADABLE"] * warned
-    assert stated_number({}, "ss_network_dim") == (None, ())
+    assert parse_metadata_number({}, "ss_network_dim") == (None, ())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +132,7 @@ def test_numbers_are_read_with_distrust_fil_09(text, number, warned):
     ],
 )
 def test_tables_are_read_with_distrust_fil_09(text, table, warned):
-    value, findings = stated_table({"ss_network_args": text}, "ss_network_args")
+    value, findings = parse_metadata_table({"ss_network_args": text}, "ss_network_args")
     assert value == table
     assert [finding.code for finding in findings] == ["METADATA-UNREADABLE"] * warned
 
@@ -187,15 +192,15 @@ def test_the_algorithm_is_named_as_lycoris_does():
 
 
 def test_oversized_texts_are_left_out_with_a_note():
-    source = {"modelspec.thumbnail": "x" * (TEXT_LIMIT_BYTES + 1), "ss_tag_frequency": "y" * 200_000}
-    texts, findings = written_metadata(source, adapter(lora()), ANIMA, Receipt("convert"), {})
+    source = {"modelspec.thumbnail": "x" * (MAX_METADATA_TEXT_BYTES + 1), "ss_tag_frequency": "y" * 200_000}
+    texts, findings = build_adapter_metadata(source, adapter(lora()), ANIMA, Receipt("convert"), {})
     assert "modelspec.thumbnail" not in texts
     assert texts["ss_tag_frequency"] == source["ss_tag_frequency"]
     assert [(finding.code, finding.subject) for finding in findings] == [("METADATA-TOO-LARGE", "modelspec.thumbnail")]
 
 
 def test_the_header_as_a_whole_is_bounded():
-    texts, findings = bounded({f"ss_{i}": "x" * (TEXT_LIMIT_BYTES - i) for i in range(70)})
+    texts, findings = drop_oversized_texts({f"ss_{i}": "x" * (MAX_METADATA_TEXT_BYTES - i) for i in range(70)})
     assert sum(map(len, texts.values())) <= 64 * 2**20
     assert (
         {finding.subject for finding in findings}
@@ -206,10 +211,10 @@ def test_the_header_as_a_whole_is_bounded():
 
 def test_the_receipt_says_what_was_done():
     receipt = Receipt("convert", (("a.safetensors", "abc"),), "growing", {"delta": 1e-9}, ("28 to 40",))
-    texts = written_metadata({"ss_seed": "1"}, adapter(lora()), ANIMA, receipt, {})[0]
-    told = json.loads(texts[RECEIPT])
+    texts = build_adapter_metadata({"ss_seed": "1"}, adapter(lora()), ANIMA, receipt, {})[0]
+    told = json.loads(texts[RECEIPT_METADATA_KEY])
     assert told["sources"] == [{"name": "a.safetensors", "fingerprint": "abc"}]
     assert (told["verb"], told["class"], told["errors"]) == ("convert", "growing", {"delta": 1e-9})
-    again = written_metadata(texts, adapter(lora()), ANIMA, Receipt("convert"), {})[0]
-    assert block_maps_applied(again) == ("28 to 40",)
-    assert block_maps_applied({RECEIPT: "{broken"}) == block_maps_applied({}) == ()
+    again = build_adapter_metadata(texts, adapter(lora()), ANIMA, Receipt("convert"), {})[0]
+    assert read_applied_block_maps(again) == ("28 to 40",)
+    assert read_applied_block_maps({RECEIPT_METADATA_KEY: "{broken"}) == read_applied_block_maps({}) == ()

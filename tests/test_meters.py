@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from finitune.report import Finding, Level
-from finitune.training.meters import Meter
-from finitune.training.silence import LOOKS, Silence, fingerprints
-from finitune.training.spikes import LEAST_HISTORY, Spikes, robust_zscore
+from finitune.training.no_training_detector import NO_TRAINING_CHECK_UPDATES, NoTrainingDetector, compute_fingerprints
+from finitune.training.running_loss import RunningLoss
+from finitune.training.spikes import MIN_SPIKE_HISTORY, SpikeDetector, compute_robust_zscore
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
@@ -25,7 +25,7 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=32)
 @given(values=st.lists(FLOATS, max_size=30))
 @settings(max_examples=50)
 def test_a_meter_is_that_of_its_finite_values(values: list[float]):
-    meter, finite = Meter(decay=0.9), [value for value in values if math.isfinite(value)]
+    meter, finite = RunningLoss(decay=0.9), [value for value in values if math.isfinite(value)]
     for value in values:
         meter.add(value)
     assert (meter.count, meter.nonfinite) == (len(finite), len(values) - len(finite))
@@ -42,14 +42,14 @@ def test_a_meter_is_that_of_its_finite_values(values: list[float]):
 
 
 def test_a_steady_loss_is_smoothed_to_itself_from_the_first_value():
-    meter = Meter()
+    meter = RunningLoss()
     for _ in range(3):
         meter.add(0.25)
         assert meter.smoothed == pytest.approx(0.25, rel=1e-12)
 
 
 def test_a_new_epoch_begins_its_mean_anew_and_nothing_else():
-    meter = Meter()
+    meter = RunningLoss()
     meter.add(1.0)
     meter.start_epoch()
     assert meter.mean is None
@@ -61,10 +61,10 @@ def test_a_new_epoch_begins_its_mean_anew_and_nothing_else():
 @given(values=st.lists(FLOATS, min_size=1, max_size=20), cut=st.integers(0, 20))
 @settings(max_examples=30)
 def test_a_meter_goes_on_from_json_to_the_same_bits(values: list[float], cut: int):
-    whole, half = Meter(), Meter()
+    whole, half = RunningLoss(), RunningLoss()
     for value in values[:cut]:
         half.add(value)
-    resumed = Meter()
+    resumed = RunningLoss()
     resumed.load_state_dict(json.loads(json.dumps(half.state_dict(), allow_nan=False)))
     for value in values[cut:]:
         resumed.add(value)
@@ -83,7 +83,7 @@ def losses(count: int, seed: int = 0) -> list[float]:
 
 
 def test_ordinary_losses_are_no_spikes_and_a_real_one_is():
-    spikes = Spikes()
+    spikes = SpikeDetector()
     assert [spikes.add(i, loss, 0.01) for i, loss in enumerate(losses(2000))] == [None] * 2000
     finding = spikes.add(2000, 50.0, 0.01)
     assert finding is not None
@@ -96,7 +96,7 @@ def test_ordinary_losses_are_no_spikes_and_a_real_one_is():
 
 
 def test_an_outlier_does_not_hide_the_next_one():
-    spikes = Spikes()
+    spikes = SpikeDetector()
     for i, loss in enumerate(losses(60)):
         spikes.add(i, loss, 1.0)
     for start in (100, 200, 300):
@@ -106,7 +106,7 @@ def test_an_outlier_does_not_hide_the_next_one():
 
 
 def test_spikes_in_a_row_are_told_once_and_become_the_usual():
-    spikes = Spikes()
+    spikes = SpikeDetector()
     for i in range(40):
         spikes.add(i, 0.1, 1.0)
     found = [spikes.add(40 + i, 10.0, 1.0) for i in range(200)]
@@ -114,7 +114,7 @@ def test_spikes_in_a_row_are_told_once_and_become_the_usual():
 
 
 def test_a_gradient_can_spike_alone_and_low_values_never_do():
-    spikes = Spikes()
+    spikes = SpikeDetector()
     for i in range(30):
         spikes.add(i, 0.1, 1.0)
     assert spikes.add(30, 1e-6, 1e-6) is None
@@ -125,7 +125,7 @@ def test_a_gradient_can_spike_alone_and_low_values_never_do():
 
 
 def test_what_is_not_finite_or_zero_is_no_spike_and_leaves_no_trace():
-    spikes = Spikes()
+    spikes = SpikeDetector()
     for i in range(30):
         spikes.add(i, 0.1, 1.0)
     before = spikes.state_dict()
@@ -135,22 +135,22 @@ def test_what_is_not_finite_or_zero_is_no_spike_and_leaves_no_trace():
 
 
 def test_nothing_is_told_without_a_history():
-    spikes = Spikes()
-    assert [spikes.add(i, 10.0**i, 10.0**i) for i in range(LEAST_HISTORY)] == [None] * LEAST_HISTORY
+    spikes = SpikeDetector()
+    assert [spikes.add(i, 10.0**i, 10.0**i) for i in range(MIN_SPIKE_HISTORY)] == [None] * MIN_SPIKE_HISTORY
 
 
 def test_the_score_is_that_of_a_normal_distribution_where_there_is_one():
     history = [math.exp(x) for x in torch.randn(20_001).tolist()]
-    assert robust_zscore(math.exp(3.0), history) == pytest.approx(3.0, abs=0.1)
-    assert robust_zscore(1.0, [1.0] * 5) == 0
+    assert compute_robust_zscore(math.exp(3.0), history) == pytest.approx(3.0, abs=0.1)
+    assert compute_robust_zscore(1.0, [1.0] * 5) == 0
 
 
 def test_spikes_go_on_from_json():
-    whole, half = Spikes(), Spikes()
+    whole, half = SpikeDetector(), SpikeDetector()
     values = [*losses(50), 100.0, 100.0, 0.1]
     for i, loss in enumerate(values[:51]):
         half.add(i, loss, loss)
-    resumed = Spikes()
+    resumed = SpikeDetector()
     resumed.load_state_dict(json.loads(json.dumps(half.state_dict(), allow_nan=False)))
     assert [resumed.add(51 + i, loss, loss) for i, loss in enumerate(values[51:])] == [None, None]
     for i, loss in enumerate(values):
@@ -181,7 +181,7 @@ class TwoSites(nn.Module):
 
 def watched(model: TwoSites, optimizer: torch.optim.Optimizer, updates: int = 20) -> dict[int, Finding]:
     """Train on noise, and what was said by update."""
-    silence, found = Silence(model.named()), {}
+    silence, found = NoTrainingDetector(model.named()), {}
     for update in range(1, updates + 1):
         optimizer.zero_grad(set_to_none=True)
         (model(torch.randn(4, 3)) - 1).square().mean().backward()
@@ -210,7 +210,7 @@ def test_a_rate_that_rounding_swallows_is_told():
 def test_a_site_that_is_never_called_is_named_after_the_last_look():
     model = TwoSites(both=False)
     ((update, finding),) = watched(model, torch.optim.AdamW(model.parameters(), lr=1e-3)).items()
-    assert update == LOOKS[-1]
+    assert update == NO_TRAINING_CHECK_UPDATES[-1]
     assert (finding.level, finding.code) == (Level.WARNING, "TRAINS-NOTHING")
     assert finding.message == "only 2 of 4 trained tensors changed in 20 updates"
     assert finding.evidence["first"] == ["b.down", "b.up"]
@@ -221,7 +221,7 @@ def test_a_site_that_is_never_called_is_named_after_the_last_look():
 
 def test_names_are_bounded():
     parameters = {f"site{i}.up": torch.zeros(2) for i in range(1000)} | {"x.up": torch.ones(1)}
-    silence = Silence(parameters)
+    silence = NoTrainingDetector(parameters)
     parameters["x.up"].mul_(2)
     finding = silence.watch(20, {})
     assert finding is not None
@@ -230,7 +230,7 @@ def test_names_are_bounded():
 
 
 def test_between_the_looks_nothing_is_looked_at():
-    silence = Silence({"a.up": torch.zeros(2)})
+    silence = NoTrainingDetector({"a.up": torch.zeros(2)})
     assert [silence.watch(update, {}) for update in range(3, 20)] == [None] * 17
     assert silence.watch(1000, {}) is None
 
@@ -245,26 +245,28 @@ def test_a_fingerprint_tells_one_flipped_bit(values: list[float], place: int, bi
     tensor = torch.tensor(values)
     changed = tensor.clone()
     changed.view(torch.int32)[place % len(values)] ^= torch.tensor(1 << bit).to(torch.int32)
-    same, other = fingerprints([tensor, changed])
-    assert fingerprints([tensor.clone()]) == [same]
+    same, other = compute_fingerprints([tensor, changed])
+    assert compute_fingerprints([tensor.clone()]) == [same]
     assert other != same
 
 
 def test_a_fingerprint_tells_steps_that_cancel_and_swapped_elements():
     before = torch.tensor([1.0, 1.0, 2.0, 3.0])
     stepped, swapped = before + torch.tensor([1e-4, -1e-4, 0, 0]), before[[0, 1, 3, 2]]
-    assert len(set(fingerprints([before, stepped, swapped]))) == 3
+    assert len(set(compute_fingerprints([before, stepped, swapped]))) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
 def test_a_fingerprint_takes_any_dtype_and_stride(dtype: torch.dtype):
     tensor = torch.arange(6.0).view(2, 3).to(dtype)
-    assert fingerprints([tensor.T, tensor.T.contiguous()])[0] == fingerprints([tensor.T.contiguous()])[0]
-    assert fingerprints([]) == []
+    assert (
+        compute_fingerprints([tensor.T, tensor.T.contiguous()])[0] == compute_fingerprints([tensor.T.contiguous()])[0]
+    )
+    assert compute_fingerprints([]) == []
 
 
 def test_a_long_fingerprint_is_that_of_its_pieces(monkeypatch: pytest.MonkeyPatch):
     tensor = torch.randn(100)
-    whole = fingerprints([tensor])
-    monkeypatch.setattr("finitune.training.silence.PIECE", 7)
-    assert fingerprints([tensor]) == whole
+    whole = compute_fingerprints([tensor])
+    monkeypatch.setattr("finitune.training.no_training_detector._FINGERPRINT_CHUNK_ELEMENTS", 7)
+    assert compute_fingerprints([tensor]) == whole

@@ -12,23 +12,26 @@ from torch import Tensor
 
 from finitune.config.schema import OptimizerSection
 from finitune.errors import UsageError
+from finitune.training.checkpoint import get_random_states, restore_random_states
 from finitune.training.optimizer_names import (
-    BITSANDBYTES,
-    KOHYA,
-    NOT_OFFERED,
-    SELF_TUNED,
-    collected,
+    BITSANDBYTES_OPTIMIZERS,
+    KOHYA_OPTIMIZERS,
+    REASON_BY_REFUSED_OPTIMIZER,
+    SELF_TUNING_OPTIMIZERS,
     find_optimizer,
-    offered,
-    plain,
+    iterate_optimizer_names,
+    list_pytorch_optimizer_classes,
+    normalize_optimizer_name,
 )
-from finitune.training.optimizers import Trained, make_optimizer, param_groups
-from finitune.training.schedules import set_rates
-from finitune.training.state import random_states, restore_random_states
-from finitune.training.tree import flatten, restore
+from finitune.training.optimizers import OptimizerHandle, build_param_groups, make_optimizer
+from finitune.training.schedules import set_learning_rates
+from finitune.training.state_codec import decode_state_tree, encode_state_tree
 
-NEEDS_CUDA = {*BITSANDBYTES, *(name for name, (library, *_) in KOHYA.items() if library == "bitsandbytes")}
-NAMES = [name for name in offered() if name not in NEEDS_CUDA]
+NEEDS_CUDA = {
+    *BITSANDBYTES_OPTIMIZERS,
+    *(name for name, (library, *_) in KOHYA_OPTIMIZERS.items() if library == "bitsandbytes"),
+}
+NAMES = [name for name in iterate_optimizer_names() if name not in NEEDS_CUDA]
 MATRICES_ONLY = {"Muon", "SpectralSphere"}
 RATES = {"AdaTAM": 1e-3, "AccSGD": 0.1, "Adadelta": 1.0, "MSVAG": 0.1}
 BEFORE, AFTER = 3, 40
@@ -59,16 +62,16 @@ def problem(matrices_only: bool) -> tuple[dict[str, torch.nn.Parameter], Any]:
 
 
 def settings_for(name: str, **more: Any) -> OptimizerSection:
-    rate = 1.0 if find_optimizer(name).cls.__name__ in SELF_TUNED else RATES.get(name, 1e-2)
+    rate = 1.0 if find_optimizer(name).cls.__name__ in SELF_TUNING_OPTIMIZERS else RATES.get(name, 1e-2)
     return OptimizerSection(optimizer_type=name, learning_rate=rate, **more)
 
 
-def made(name: str, parameters: dict[str, torch.nn.Parameter]) -> Trained:
+def made(name: str, parameters: dict[str, torch.nn.Parameter]) -> OptimizerHandle:
     settings = settings_for(name)
-    return make_optimizer(settings, param_groups(parameters.items(), settings, lambda _: None))
+    return make_optimizer(settings, build_param_groups(parameters.items(), settings, lambda _: None))
 
 
-def take_steps(optimizer: Trained, loss: Any, count: int) -> list[float]:
+def take_steps(optimizer: OptimizerHandle, loss: Any, count: int) -> list[float]:
     losses = []
     for _ in range(count):
         optimizer.zero_grad()
@@ -96,12 +99,12 @@ def test_every_offered_optimizer_learns_and_resumes(name: str):
     first = take_steps(optimizer, loss, BEFORE)[0]
     assert all(bool(p.isfinite().all()) for p in parameters.values())
     tensors: dict[str, Tensor] = {}
-    form = json.dumps(flatten(optimizer.state_dict(), "optimizer", tensors), allow_nan=False)
+    form = json.dumps(encode_state_tree(optimizer.state_dict(), "optimizer", tensors), allow_nan=False)
     tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     assert not {t.dtype for t in tensors.values()} & {torch.float16, torch.bfloat16}
-    middle, chance = values(parameters), random_states()
+    middle, chance = values(parameters), get_random_states()
     take_steps(optimizer, loss, AFTER)
-    with optimizer.evaluating(), torch.no_grad():
+    with optimizer.apply_eval_mode(), torch.no_grad():
         assert float(loss()) < first
 
     again, loss_again = problem(name in MATRICES_ONLY)
@@ -109,7 +112,7 @@ def test_every_offered_optimizer_learns_and_resumes(name: str):
     with torch.no_grad():
         for key, value in middle.items():
             again[key].copy_(value)
-    resumed.load_state_dict(restore(json.loads(form), tensors))
+    resumed.load_state_dict(decode_state_tree(json.loads(form), tensors))
     restore_random_states(chance)  # Kron draws from numpy, Alice from torch
     take_steps(resumed, loss_again, AFTER)
     assert same(values(again), values(parameters))
@@ -121,21 +124,25 @@ def test_every_offered_optimizer_stands_still_at_rate_zero(name: str):
     parameters, loss = problem(name in MATRICES_ONLY)
     optimizer = made(name, parameters)
     before = values(parameters)
-    set_rates(optimizer, 0.0)
+    set_learning_rates(optimizer, 0.0)
     take_steps(optimizer, loss, 1)
     assert same(before, values(parameters))
 
 
 def test_every_name_of_the_library_is_offered_or_refused_with_a_reason():
-    names = [*NAMES, *NEEDS_CUDA, *NOT_OFFERED]
-    lost = [name for name in collected() if plain(name) not in map(plain, names)]
+    names = [*NAMES, *NEEDS_CUDA, *REASON_BY_REFUSED_OPTIMIZER]
+    lost = [
+        name
+        for name in list_pytorch_optimizer_classes()
+        if normalize_optimizer_name(name) not in map(normalize_optimizer_name, names)
+    ]
     assert lost == []
     assert len(NAMES) > 75
-    for name in NOT_OFFERED:
+    for name in REASON_BY_REFUSED_OPTIMIZER:
         with pytest.raises(UsageError) as caught:
             find_optimizer(name)
         assert caught.value.code == "OPTIMIZER-NOT-OFFERED"
-        assert NOT_OFFERED[name] in str(caught.value)
+        assert REASON_BY_REFUSED_OPTIMIZER[name] in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +259,7 @@ def test_groups_have_the_rates_that_were_asked_for():
     named = [(n, torch.nn.Parameter(torch.zeros(1))) for n in ("a.up", "a.down", "text.a.up", "b.up", "b.down")]
     settings = OptimizerSection(learning_rate=1e-4, loraplus_lr_ratio=16)
     rates = {"text.a.up": 1e-5, "b.up": 0.0, "b.down": 0.0}
-    groups = param_groups(named, settings, rates.get)
+    groups = build_param_groups(named, settings, rates.get)
     assert [(g["name"], g["base_lr"], len(g["params"])) for g in groups] == [
         ("0.0001 x 16 up", 1e-4 * 16, 1),
         ("0.0001", 1e-4, 1),
@@ -271,9 +278,9 @@ def test_lora_plus_takes_the_up_factors_of_each_algorithm(algorithm: str, up: se
     of = [(f"site.{role}", parameter) for role, parameter in named.items()]
     if up is None:
         with pytest.raises(UsageError, match="no up factors"):
-            param_groups(of, settings, lambda _: None, algorithm)
+            build_param_groups(of, settings, lambda _: None, algorithm)
         return
-    (fast,) = [g for g in param_groups(of, settings, lambda _: None, algorithm) if g["name"].endswith("up")]
+    (fast,) = [g for g in build_param_groups(of, settings, lambda _: None, algorithm) if g["name"].endswith("up")]
     assert {role for role, parameter in named.items() if any(parameter is p for p in fast["params"])} == up
 
 
@@ -295,7 +302,7 @@ def test_evaluating_gives_back_the_same_bits(name: str):
         take_steps(one, loss, 1)
         take_steps(two, loss_alone, 1)
         training = values(watched)
-        with one.evaluating():
+        with one.apply_eval_mode():
             shown = values(watched)
         assert same(training, values(watched))
     assert same(values(watched), values(alone))
@@ -308,7 +315,7 @@ def test_a_state_does_not_bring_its_learning_rates():
     take_steps(optimizer, loss, 2)
     state = optimizer.state_dict()
     settings = OptimizerSection(learning_rate=1e-5)
-    slower = make_optimizer(settings, param_groups(parameters.items(), settings, lambda _: None))
+    slower = make_optimizer(settings, build_param_groups(parameters.items(), settings, lambda _: None))
     slower.load_state_dict(state)
     assert [(g["lr"], g["base_lr"]) for g in slower.param_groups] == [(1e-5, 1e-5)]
     for parameter in parameters.values():

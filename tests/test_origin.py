@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from finitune.precision.apply import stored_as
-from finitune.precision.certificate import in_dtype
-from finitune.precision.origin import first_origin, kind_of, replay
-from finitune.precision.planner import Call, record
+from finitune.precision.apply import hold_parameters_in
+from finitune.precision.certificate import cast_call_inputs
+from finitune.precision.origin import classify_fault, find_first_fault_origin, replay_to_first_fault
+from finitune.precision.planner import RecordedCall, record_operations
 from tests.brute import brute_force
 from tests.tiny import cosmos, cosmos_calls
 
 
 def call_of(*values, **kwargs):
-    return Call(tuple(values), kwargs)
+    return RecordedCall(tuple(values), kwargs)
 
 
 def causal(dtype):
@@ -36,23 +36,27 @@ def line_of(owner, text):
 def check(root, call, fault, at, owner=None):
     """Everything there is to know of one fault: it equals the twin's, and `at` is in the line that it points at."""
     site, op, kind, value = fault
-    origin = first_origin(root, call, forward=3)
+    origin = find_first_fault_origin(root, call, forward=3)
     assert origin is not None
     assert (origin.site, origin.op, origin.kind) == (site, op, kind)
     assert origin.value == pytest.approx(value, rel=1e-3, nan_ok=True)
     assert (origin.file, origin.line) == ("tests/test_origin.py", line_of(owner or type(root), at))
     assert origin.forward == 3
     assert str(origin).startswith(f"{site or '(root)'}:{op} ({kind})")
-    assert str(replay(root, call)) == str(origin)
+    assert str(replay_to_first_fault(root, call)) == str(origin)
     return origin
 
 
 @pytest.mark.parametrize("exponent", [12, 16, 17])
 def test_the_stream_of_a_transformer_in_raw_half(exponent):
     model = cosmos(stream_exponent=exponent)
-    (call,) = in_dtype(cosmos_calls(1), torch.float16)
-    with stored_as(model, torch.float16):
-        origin, first, expected = first_origin(model, call), replay(model, call), brute_force(model, call)
+    (call,) = cast_call_inputs(cosmos_calls(1), torch.float16)
+    with hold_parameters_in(model, torch.float16):
+        origin, first, expected = (
+            find_first_fault_origin(model, call),
+            replay_to_first_fault(model, call),
+            brute_force(model, call),
+        )
     if expected is None:
         assert origin is None and exponent == 12
         return
@@ -65,9 +69,9 @@ def test_the_stream_of_a_transformer_in_raw_half(exponent):
 
 def test_a_weight_that_half_cannot_hold_is_a_bad_weight():
     model = cosmos(stream_exponent=20)
-    (call,) = in_dtype(cosmos_calls(1), torch.float16)
-    with stored_as(model, torch.float16):
-        origin = first_origin(model, call)
+    (call,) = cast_call_inputs(cosmos_calls(1), torch.float16)
+    with hold_parameters_in(model, torch.float16):
+        origin = find_first_fault_origin(model, call)
     assert (origin.site, origin.op, origin.kind) == ("patch_embed.proj", "mm", "weight")
 
 
@@ -208,7 +212,7 @@ def test_a_cast_to_half():
 def test_a_linear_layer_points_at_the_caller_s_line():
     root = Nested(nn.Linear(4, 4, bias=False).half().requires_grad_(False))
     root.blocks[1][0].weight.fill_(1.0)
-    origin = first_origin(root, call_of(torch.full((4, 4), FULL).half()))
+    origin = find_first_fault_origin(root, call_of(torch.full((4, 4), FULL).half()))
     assert (origin.site, origin.op, origin.kind) == ("blocks.1.0", "mm", "product")
     assert origin.line == line_of(Nested, "x = block(x)")
 
@@ -218,7 +222,7 @@ def test_a_linear_layer_points_at_the_caller_s_line():
 def test_a_bad_weight(bias, bad):
     root = Nested(nn.Linear(4, 4, bias=bias).half().requires_grad_(False))
     root.blocks[1][0].weight[2, 1] = bad
-    origin = first_origin(root, call_of(torch.ones(2, 4).half()))
+    origin = find_first_fault_origin(root, call_of(torch.ones(2, 4).half()))
     assert (origin.site, origin.op, origin.kind) == ("blocks.1.0", "addmm" if bias else "mm", "weight")
     assert math.isnan(origin.value) and "read a NaN" in str(origin)
 
@@ -226,7 +230,7 @@ def test_a_bad_weight(bias, bad):
 def test_a_bad_buffer_is_a_bad_weight():
     root = nn.BatchNorm1d(4).eval().half()
     root.running_mean[0] = math.nan
-    assert first_origin(root, call_of(torch.ones(2, 4).half())).kind == "weight"
+    assert find_first_fault_origin(root, call_of(torch.ones(2, 4).half())).kind == "weight"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -235,7 +239,7 @@ def test_a_bad_input(bad, keyword):
     x = torch.ones(4, 4).half()
     x[1, 2] = bad
     call = call_of(x=x) if keyword else call_of(x)
-    origin = first_origin(Block(), call)
+    origin = find_first_fault_origin(Block(), call)
     assert (origin.site, origin.op, origin.kind) == ("", "input", "input")
 
 
@@ -263,8 +267,8 @@ def test_an_overflow_inside_a_masked_attention_is_not_the_mask_s_fault():
     mask = causal(torch.float32)
     q, v = torch.full((1, 1, 4, 4), 1e25), torch.full((1, 1, 4, 4), 7.0)  # q @ k leaves fp32 itself
     root = MaskedAttention()
-    assert first_origin(root, call_of(q * 1e-20, v, mask)) is None
-    origin = first_origin(root, call_of(q, v, mask))
+    assert find_first_fault_origin(root, call_of(q * 1e-20, v, mask)) is None
+    origin = find_first_fault_origin(root, call_of(q, v, mask))
     assert "attention" in origin.op and (origin.kind, origin.value) == ("product", 7.0)
     assert origin.line == line_of(MaskedAttention, "attn_mask=mask")
 
@@ -272,7 +276,7 @@ def test_an_overflow_inside_a_masked_attention_is_not_the_mask_s_fault():
 def test_attention_hands_on_the_fault_of_its_values():
     mask = causal(torch.float16)
     q = torch.ones(1, 1, 4, 4).half()
-    origin = first_origin(MaskedAttention(), call_of(q, torch.full_like(q, torch.inf), mask))
+    origin = find_first_fault_origin(MaskedAttention(), call_of(q, torch.full_like(q, torch.inf), mask))
     assert (origin.op, origin.kind) == ("input", "input")
 
 
@@ -285,7 +289,7 @@ def test_a_finite_run_has_no_origin_whatever_its_masks():
         (Attention(), call_of(x, mask=mask)),
         (Block(), call_of(x)),
     ]:
-        assert first_origin(root, call) is None and replay(root, call) is None
+        assert find_first_fault_origin(root, call) is None and replay_to_first_fault(root, call) is None
 
 
 class Saturated(Model):
@@ -299,9 +303,9 @@ class Saturated(Model):
 
 def test_an_infinity_taken_to_its_limit_is_not_blamed():
     root, call = Saturated(), call_of(torch.full((4, 4), 4000.0).half())
-    assert replay(root, call).op == "_to_copy" and first_origin(root, call) is None
+    assert replay_to_first_fault(root, call).op == "_to_copy" and find_first_fault_origin(root, call) is None
     root.weight.fill_(100.0)
-    origin = first_origin(root, call)
+    origin = find_first_fault_origin(root, call)
     assert (origin.op, origin.kind, origin.value) == ("mul", "multiply", 400000.0)
     assert origin.line == line_of(Saturated, "* self.weight[0, 0]")
 
@@ -312,7 +316,7 @@ def test_a_norm_that_leaves_zeros_is_blamed_only_when_something_comes_of_it():
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True))
 
     call = call_of(torch.full((4, 4), 300.0).half())
-    assert first_origin(Norm(), call) is None and replay(Norm(), call).op == "pow"
+    assert find_first_fault_origin(Norm(), call) is None and replay_to_first_fault(Norm(), call).op == "pow"
 
 
 class Preallocated(Model):
@@ -335,25 +339,25 @@ def unwritten_memory_is_nan():
 def test_unwritten_memory_is_no_fault(unwritten_memory_is_nan):
     root = Preallocated()
     assert torch.empty(2).isnan().all()
-    assert first_origin(root, call_of(torch.ones(4, 4).half())) is None
-    assert replay(root, call_of(torch.ones(4, 4).half())) is None
-    assert record(root, [call_of(torch.ones(4, 4).half())]).tape().nonfinite() == []
+    assert find_first_fault_origin(root, call_of(torch.ones(4, 4).half())) is None
+    assert replay_to_first_fault(root, call_of(torch.ones(4, 4).half())) is None
+    assert record_operations(root, [call_of(torch.ones(4, 4).half())]).build_trace().nonfinite() == []
     check(root, call_of(torch.full((4, 4), FULL).half()), ("", "mul", "multiply", 80000.0), "out=rows[2:]")
 
 
 def test_the_border_of_a_planned_module_is_a_cast():
     root = Block()
     root.border = torch.float16
-    origin = first_origin(root, call_of(torch.full((4, 4), 1e6)))
+    origin = find_first_fault_origin(root, call_of(torch.full((4, 4), 1e6)))
     assert (origin.site, origin.op, origin.kind, origin.value) == ("", "_to_copy", "cast", 1e6)
 
 
 def test_inference_mode_a_method_other_than_forward_and_no_hook_left():
     root = Block()
     root.decode = root.forward
-    call = Call((torch.full((4, 4), 50000.0).half(),), {}, "decode")
+    call = RecordedCall((torch.full((4, 4), 50000.0).half(),), {}, "decode")
     with torch.inference_mode():
-        origin = first_origin(root, call)
+        origin = find_first_fault_origin(root, call)
     assert (origin.op, origin.kind) == ("add", "add")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in root.modules())
 
@@ -369,4 +373,4 @@ def test_inference_mode_a_method_other_than_forward_and_no_hook_left():
     ],
 )
 def test_kinds(op, value, kind):
-    assert kind_of(op, value) == kind
+    assert classify_fault(op, value) == kind

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from finitune.adapters import Magnitude, SiteAdapter, algorithm_of
-from finitune.adapters.weight import adapted_bias, adapted_weight, weight_delta
+from finitune.adapters import Magnitude, SiteAdapter, find_algorithm
+from finitune.adapters.weight import compute_adapted_bias, compute_adapted_weight, compute_weight_delta
 from finitune.errors import AdapterError
 from tests.adapters_made import ExactProducts
 from tests.test_algebra import input_for, relative
@@ -70,13 +70,13 @@ def compare(model: nn.Module, layer: nn.Module, base: nn.Linear | nn.Conv2d, ada
     weight, bias = base.weight.detach().clone(), base.bias.detach().clone()
     with torch.no_grad():
         there = model(x)
-        ours = ExactProducts(base).walk(x, adapted_weight(weight, adapter))
-        shift = adapted_bias(bias, adapter)
+        ours = ExactProducts(base).walk(x, compute_adapted_weight(weight, adapter))
+        shift = compute_adapted_bias(bias, adapter)
         ours += shift if isinstance(base, nn.Linear) else shift[:, None, None]
         assert relative(ours, there) < bar
         layer.merge()
-        assert relative(adapted_weight(weight, adapter), base.weight) < bar
-        assert relative(adapted_bias(bias, adapter), base.bias) < bar
+        assert relative(compute_adapted_weight(weight, adapter), base.weight) < bar
+        assert relative(compute_adapted_bias(bias, adapter), base.bias) < bar
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -139,7 +139,9 @@ def test_lokr_of_two_full_factors_has_another_scale(peft: ModuleType, kind: str)
     assert set(tensors) == {"w1", "w2"}
     weight = base.weight.detach()
     alone = SiteAdapter("lokr", tensors, ALPHA)
-    assert relative(weight_delta(weight, alone), 32 / ALPHA * layer.get_delta_weight("default").detach()) < 1e-12
+    assert (
+        relative(compute_weight_delta(weight, alone), 32 / ALPHA * layer.get_delta_weight("default").detach()) < 1e-12
+    )
     compare(model, layer, base, SiteAdapter("lokr", tensors, ALPHA, options={"rank": 32}))
 
 
@@ -150,7 +152,7 @@ def a_convolution(library: ModuleType, **attributes: object) -> tuple[nn.Module,
 
 
 def change_in(base: nn.Conv2d, adapter: SiteAdapter, x: Tensor) -> Tensor:
-    return ExactProducts(base).walk(x, weight_delta(base.weight.detach(), adapter))
+    return ExactProducts(base).walk(x, compute_weight_delta(base.weight.detach(), adapter))
 
 
 @torch.no_grad()
@@ -187,4 +189,4 @@ def test_peft_mixes_the_groups_of_a_convolution(peft: ModuleType):
     _, base, adapter = a_convolution(peft, groups=2)
     assert adapter.tensors["down"].shape[1] == 2 * base.weight.shape[1]
     with pytest.raises(AdapterError):
-        algorithm_of("lora").check(adapter, tuple(base.weight.shape))
+        find_algorithm("lora").check(adapter, tuple(base.weight.shape))

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile, ImageOps, features
 
-from finitune.datasets.pictures import LIMIT_PIXELS, decoders, measure, read_picture
-from finitune.datasets.signatures import EXTENSIONS, format_of
+from finitune.datasets.picture_files import MAX_PICTURE_PIXELS, list_picture_decoders, read_picture, read_picture_size
+from finitune.datasets.picture_signatures import PICTURE_FORMAT_BY_EXTENSION, detect_picture_format
 from finitune.errors import FileError, UsageError
 from tests.picture_files import chunk, noise_picture, png, saved, written
 
@@ -44,7 +44,7 @@ def test_a_picture_is_as_pillow_turns_it(tmp_path: Path, ending: str, orientatio
     twin = by_pillow(path)
     picture = read_picture(path)
     assert np.array_equal(picture.pixels, twin) and picture.alpha is None
-    assert measure(path) == picture.size == twin.shape[1::-1] == ((5, 8) if 5 <= orientation <= 8 else (8, 5))
+    assert read_picture_size(path) == picture.size == twin.shape[1::-1] == ((5, 8) if 5 <= orientation <= 8 else (8, 5))
     assert any(note.startswith("turned") for note in picture.notes) is (2 <= orientation <= 8)
 
 
@@ -52,20 +52,27 @@ def test_exif_behind_the_pixels_of_a_png_counts(tmp_path: Path):
     exif = Image.Exif()
     exif[274] = 6
     path = written(tmp_path / "a.png", png((2, 1), 8, 2, b"\0\1\2\3\4\5\6", behind=chunk(b"eXIf", exif.tobytes()[6:])))
-    assert measure(path) == read_picture(path).size == (1, 2)
+    assert read_picture_size(path) == read_picture(path).size == (1, 2)
     assert read_picture(path).pixels.tolist() == [[[1, 2, 3]], [[4, 5, 6]]]
 
 
-@pytest.mark.parametrize("ending", [ending for ending in EXTENSIONS if EXTENSIONS[ending] in decoders()])
+@pytest.mark.parametrize(
+    "ending",
+    [
+        ending
+        for ending in PICTURE_FORMAT_BY_EXTENSION
+        if PICTURE_FORMAT_BY_EXTENSION[ending] in list_picture_decoders()
+    ],
+)
 def test_every_kind_is_measured_and_read(tmp_path: Path, ending: str):
     path = saved(tmp_path / f"a{ending.upper()}", noise_picture(7, 3))
-    assert measure(path) == read_picture(path).size == (7, 3)
+    assert read_picture_size(path) == read_picture(path).size == (7, 3)
     assert read_picture(path).pixels.flags.writeable
 
 
 def test_an_old_bitmap_is_measured(tmp_path: Path):
     core = struct.pack("<2sIHHI", b"BM", 26 + 8, 0, 0, 26) + struct.pack("<IHHHH", 12, 2, 1, 1, 24) + bytes(8)
-    assert measure(written(tmp_path / "a.bmp", core)) == (2, 1)
+    assert read_picture_size(written(tmp_path / "a.bmp", core)) == (2, 1)
 
 
 @settings(max_examples=40)
@@ -112,7 +119,7 @@ def test_what_is_no_picture_is_told_for_what_it_is(tmp_path: Path, what: str):
     path = written(tmp_path / "a.bmp", FOREIGN[what])
     assert what in refused(path, "PICTURE-NOT-A-PICTURE").message
     with pytest.raises(FileError):
-        measure(path)
+        read_picture_size(path)
 
 
 def test_an_empty_file_and_an_empty_picture(tmp_path: Path):
@@ -201,9 +208,9 @@ def test_pillows_own_settings_are_kept_and_its_warnings_become_notes(tmp_path: P
 
 def test_the_limit_holds_where_pillows_was_lifted_or_lowered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = written(tmp_path / "a.png", png((20_000, 20_000), 8, 0, b""))
-    assert Image.MAX_IMAGE_PIXELS == LIMIT_PIXELS
+    assert Image.MAX_IMAGE_PIXELS == MAX_PICTURE_PIXELS
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-    assert refused(path, "PICTURE-BOMB").evidence["limit_pixels"] == LIMIT_PIXELS
+    assert refused(path, "PICTURE-BOMB").evidence["limit_pixels"] == MAX_PICTURE_PIXELS
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 47)
     assert refused(saved(tmp_path / "b.gif"), "PICTURE-BOMB").remedy
 
@@ -211,6 +218,6 @@ def test_the_limit_holds_where_pillows_was_lifted_or_lowered(tmp_path: Path, mon
 def test_signatures_are_known_by_bytes():
     buffer = io.BytesIO()
     noise_picture().save(buffer, "WEBP")
-    assert format_of(buffer.getvalue()[:32]) == "WEBP"
-    assert format_of(b"RIFF\0\0\0\0WAVE") is None and format_of(b"") is None
-    assert format_of(b"\xff\x0a" + bytes(8)) == "JXL"
+    assert detect_picture_format(buffer.getvalue()[:32]) == "WEBP"
+    assert detect_picture_format(b"RIFF\0\0\0\0WAVE") is None and detect_picture_format(b"") is None
+    assert detect_picture_format(b"\xff\x0a" + bytes(8)) == "JXL"

@@ -10,11 +10,11 @@ from torch import nn
 
 from finitune.errors import NumericsError, PlanError
 from finitune.numerics.compare import relative_l2
-from finitune.precision.apply import apply_current, apply_plan, stored_as
-from finitune.precision.certificate import outputs, prove
-from finitune.precision.guard import Guard
-from finitune.precision.plan import ComponentPlan, Line, PrecisionPlan
-from finitune.precision.planner import Call, plan_component
+from finitune.precision.apply import apply_current_scaling, apply_plan, hold_parameters_in
+from finitune.precision.certificate import collect_call_outputs, prove_component_plan
+from finitune.precision.guard import PrecisionGuard
+from finitune.precision.plan import ComponentPlan, PlanLine, PrecisionPlan
+from finitune.precision.planner import RecordedCall, plan_component
 from tests.tiny import cosmos, cosmos_calls
 
 
@@ -31,7 +31,7 @@ def test_a_model_that_fits_has_an_empty_plan():
 
 def test_certificate_keeps_every_promise(planned):
     model, calls, plan = planned
-    certificate = prove(model, plan, calls, 2)
+    certificate = prove_component_plan(model, plan, calls, 2)
     assert certificate.exact_rel_l2 == 0.0
     assert certificate.finite
     assert certificate.headroom_bits_min >= 2
@@ -43,17 +43,17 @@ def test_certificate_keeps_every_promise(planned):
 
 def test_raw_half_is_not_finite_where_the_plan_is(planned):
     model, calls, plan = planned
-    with stored_as(model, torch.float16):
+    with hold_parameters_in(model, torch.float16):
         cast = [dataclasses.replace(c, kwargs=_halved(c.kwargs)) for c in calls]
-        assert not any(y.isfinite().all() for y in outputs(model, cast))
+        assert not any(y.isfinite().all() for y in collect_call_outputs(model, cast))
     with apply_plan(model, plan) as planned_model:
-        assert all(y.isfinite().all() for y in outputs(planned_model, calls))
+        assert all(y.isfinite().all() for y in collect_call_outputs(planned_model, calls))
 
 
 def test_each_dropped_line_leaves_something_that_does_not_fit(planned):
     model, calls, plan = planned
     for line in plan.lines:
-        assert prove(model, plan.without(line), calls, 2).headroom_bits_min < 2
+        assert prove_component_plan(model, plan.without(line), calls, 2).headroom_bits_min < 2
 
 
 @pytest.mark.parametrize("arithmetic", [torch.float16, torch.bfloat16, torch.float32])
@@ -80,7 +80,7 @@ def test_weights_beyond_half_get_an_exponent_of_their_own():
     calls = cosmos_calls()
     plan = plan_component(model, calls, 2, "fp32")
     assert any(line.weight_exponent > 0 for line in plan.lines)
-    certificate = prove(model, plan, calls, 2)
+    certificate = prove_component_plan(model, plan, calls, 2)
     assert certificate.exact_rel_l2 == 0.0 and certificate.finite
     assert certificate.step_rel_l2 <= certificate.bf16_step_rel_l2 / 2
 
@@ -88,10 +88,10 @@ def test_weights_beyond_half_get_an_exponent_of_their_own():
 @pytest.mark.parametrize("stream_exponent", [0, 17, 30])
 def test_current_scaling_needs_no_plan(stream_exponent):
     model, calls = cosmos(stream_exponent), cosmos_calls()
-    with stored_as(model, torch.float32):
-        reference = outputs(model, calls)
-    with apply_current(model) as current:
-        ours = outputs(current, calls)
+    with hold_parameters_in(model, torch.float32):
+        reference = collect_call_outputs(model, calls)
+    with apply_current_scaling(model) as current:
+        ours = collect_call_outputs(current, calls)
     assert max(relative_l2(a, b) for a, b in zip(ours, reference, strict=True)) < 2e-3
 
 
@@ -110,10 +110,10 @@ class SharedValue(nn.Module):
 
 def test_a_gated_product_is_cured_upstream():
     model = SharedValue().bfloat16().requires_grad_(False)
-    calls = [Call((torch.randn(4, 16, generator=torch.Generator().manual_seed(1)),), {})]
+    calls = [RecordedCall((torch.randn(4, 16, generator=torch.Generator().manual_seed(1)),), {})]
     plan = plan_component(model, calls, 2, "fp32")
     assert "up" in {line.site for line in plan.lines}
-    certificate = prove(model, plan, calls, 2)
+    certificate = prove_component_plan(model, plan, calls, 2)
     assert certificate.finite and certificate.exact_rel_l2 == 0.0 and certificate.droppable_lines == 0
 
 
@@ -131,12 +131,12 @@ def test_guard_repairs_a_constant_that_is_exceeded(planned):
     loud = dataclasses.replace(
         calls[0], kwargs={**calls[0].kwargs, "hidden_states": calls[0].kwargs["hidden_states"] * 1e6}
     )
-    guard = Guard()
+    guard = PrecisionGuard()
     applied = apply_plan(model, tight, guard=guard)
-    (repaired,) = outputs(applied.module, [loud])
+    (repaired,) = collect_call_outputs(applied.module, [loud])
     assert repaired.isfinite().all()
     assert [trip.site for trip in guard.trips] == ["patch_embed.proj"]
-    amended = guard.amended(tight)
+    amended = guard.amend_plan(tight)
     assert next(line for line in amended.lines if line.site == "patch_embed.proj").exponent is None
     applied.undo()
 
@@ -146,19 +146,19 @@ def test_an_amended_plan_keeps_what_its_lines_had():
     plan = plan_component(model, calls, 2, "fp32")
     heavy = next(line for line in plan.lines if line.weight_exponent > 0)
     tight = plan.with_line(dataclasses.replace(heavy, exponent=-60))
-    guard = Guard()
+    guard = PrecisionGuard()
     with apply_plan(model, tight, guard=guard) as repaired:
-        assert outputs(repaired, calls)[0].isfinite().all()
+        assert collect_call_outputs(repaired, calls)[0].isfinite().all()
     assert [trip.site for trip in guard.trips] == [heavy.site]
-    amended = guard.amended(tight)
+    amended = guard.amend_plan(tight)
     with apply_plan(model, amended) as again:
-        assert outputs(again, calls)[0].isfinite().all()
+        assert collect_call_outputs(again, calls)[0].isfinite().all()
     assert next(line for line in amended.lines if line.site == heavy.site).weight_exponent == heavy.weight_exponent
 
 
 def test_plan_text_round_trip(planned, tmp_path):
     _, _, component = planned
-    measured = component.with_line(Line("proj_out", exponent=None, reason="tripped"))
+    measured = component.with_line(PlanLine("proj_out", exponent=None, reason="tripped"))
     plan = PrecisionPlan("tiny", "sha256:0", 2.0, "3 calls", {"transformer": measured, "vae": ComponentPlan()})
     path = tmp_path / "plan.toml"
     plan.save(path)
@@ -182,7 +182,7 @@ def test_a_plan_of_another_checkpoint_is_refused():
 
 def test_an_unknown_site_is_refused_with_the_nearest_name():
     with pytest.raises(PlanError, match="Did you mean 'proj_out'"):
-        apply_plan(cosmos(), ComponentPlan(lines=(Line("proj_ouy"),)))
+        apply_plan(cosmos(), ComponentPlan(lines=(PlanLine("proj_ouy"),)))
 
 
 def _halved(kwargs):
@@ -218,7 +218,9 @@ class Around(nn.Module):
 
 def around(squashed: bool):
     model = Around(squashed).bfloat16().requires_grad_(False)
-    return model, [Call((torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(i)),), {}) for i in range(3)]
+    return model, [
+        RecordedCall((torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(i)),), {}) for i in range(3)
+    ]
 
 
 def test_an_attention_s_values_carry_a_power_of_two_to_the_product_behind_it():
@@ -226,7 +228,7 @@ def test_an_attention_s_values_carry_a_power_of_two_to_the_product_behind_it():
     plan = plan_component(model, calls, 2, "fp32")
     (line,) = (line for line in plan.lines if line.site == "attention.project.2")
     assert line.carry > 0 and line.carried_to == "attention.out" and not plan.islands
-    certificate = prove(model, plan, calls, 2)
+    certificate = prove_component_plan(model, plan, calls, 2)
     assert certificate.finite and certificate.exact_rel_l2 == 0.0 and certificate.droppable_lines == 0
     assert certificate.half_flops_share == 1.0 and certificate.headroom_bits_min >= 2
     assert certificate.step_rel_l2 <= certificate.bf16_step_rel_l2 / 2
@@ -238,7 +240,7 @@ def test_what_refuses_mixed_dtypes_becomes_an_island():
     model, calls = around(squashed=True)
     plan = plan_component(model, calls, 2, "fp32")
     assert plan.islands == ("attention",) and len(plan.lines) == 1
-    certificate = prove(model, plan, calls, 2)
+    certificate = prove_component_plan(model, plan, calls, 2)
     assert certificate.finite and certificate.exact_rel_l2 == 0.0 and certificate.droppable_lines == 0
 
 
@@ -247,7 +249,7 @@ def test_weights_come_back_bit_for_bit_from_any_dtype(stored, held):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(getattr(torch, stored))
     model[1].weight.data *= 1e-6
     bits = [p.clone() for p in model.parameters()]
-    with stored_as(model, getattr(torch, held)):
+    with hold_parameters_in(model, getattr(torch, held)):
         assert {p.dtype for p in model.parameters()} == {getattr(torch, held)}
     assert all(torch.equal(p, b) and p.dtype == b.dtype for p, b in zip(model.parameters(), bits, strict=True))
 
@@ -256,6 +258,6 @@ def test_weights_come_back_bit_for_bit_from_any_dtype(stored, held):
 def test_a_planned_model_is_one_graph_for_a_compiler(planned):
     model, calls, plan = planned
     with apply_plan(model, plan) as planned_model:
-        (reference,) = outputs(planned_model, calls[:1])
+        (reference,) = collect_call_outputs(planned_model, calls[:1])
         compiled = torch.compile(planned_model, backend="eager", fullgraph=True)
         assert relative_l2(compiled(**calls[0].kwargs)[0], reference) < 1e-3

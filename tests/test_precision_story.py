@@ -8,22 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.device.cards import CARDS, GIB, card_named, exact, shortest
-from finitune.device.hardware import DeviceFacts, advise
 from finitune.errors import UsageError
-from finitune.journeys import check
-from finitune.journeys.checks import Request
-from finitune.journeys.precision_story import HAZARDS, PRECISIONS, findings_of, tell
-from finitune.models import MODELS
-from finitune.models.pico import folder
+from finitune.machine.cards import BYTES_PER_GIB, GPU_MODELS, find_gpu_model, normalize_gpu_name, strip_gpu_series
+from finitune.machine.hardware import DeviceFacts, advise
+from finitune.models import MODEL_FAMILIES
+from finitune.models.pico import get_pico_folder
 from finitune.report import Level
+from finitune.verbs import check
+from finitune.verbs.check.precision_forecast import (
+    FORECAST_PRECISIONS,
+    FP16_HAZARD_BY_FAMILY,
+    build_forecast_findings,
+    forecast_gpu,
+)
+from finitune.verbs.check.request import Request
 
-FAMILY = {model.name: model for model in MODELS}
+FAMILY = {model.name: model for model in MODEL_FAMILIES}
 TORCH = "2.11.0"
 
 
 def facts(name: str) -> DeviceFacts:
-    card, gib = card_named(name)
+    card, gib = find_gpu_model(name)
     return card.facts(TORCH, gib)
 
 
@@ -55,21 +60,21 @@ def facts(name: str) -> DeviceFacts:
 )
 def test_a_card_is_known_by_what_people_write(written: str, meant: str, gib: int):
     found = facts(written)
-    assert (found.name, found.total_memory_bytes) == (meant, gib * GIB)
+    assert (found.name, found.total_memory_bytes) == (meant, gib * BYTES_PER_GIB)
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(CARDS), st.sampled_from((str.lower, str.upper, exact)))
+@given(st.sampled_from(GPU_MODELS), st.sampled_from((str.lower, str.upper, normalize_gpu_name)))
 def test_every_card_is_found_by_its_own_name(card, spelt):
-    assert card_named(spelt(card.name)) == (card, None)
-    assert card_named(f"{card.name} 7GB") == (card, 7)
+    assert find_gpu_model(spelt(card.name)) == (card, None)
+    assert find_gpu_model(f"{card.name} 7GB") == (card, 7)
 
 
 def test_no_two_cards_share_a_name_and_each_is_of_a_known_family():
-    assert len({shortest(card.name) for card in CARDS}) == len(CARDS)
-    unknown = {card.name for card in CARDS if "nknown" in advise(card.facts(TORCH)).reasons[0]}
+    assert len({strip_gpu_series(card.name) for card in GPU_MODELS}) == len(GPU_MODELS)
+    unknown = {card.name for card in GPU_MODELS if "nknown" in advise(card.facts(TORCH)).reasons[0]}
     assert not unknown, "the rules of the hardware know each"
-    assert all(not advise(card.facts(TORCH)).warnings for card in CARDS)
+    assert all(not advise(card.facts(TORCH)).warnings for card in GPU_MODELS)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +82,13 @@ def test_no_two_cards_share_a_name_and_each_is_of_a_known_family():
 )
 def test_an_unknown_card_is_answered_with_near_ones(written: str, near: str):
     with pytest.raises(UsageError) as raised:
-        card_named(written)
+        find_gpu_model(written)
     assert raised.value.code == "GPU-UNKNOWN" and near in raised.value.message and raised.value.exit_code == 2
 
 
 def test_a_name_that_is_nothing_like_a_card_is_answered_without_a_guess():
     with pytest.raises(UsageError) as raised:
-        card_named("")
+        find_gpu_model("")
     assert "Did you mean" not in raised.value.message
 
 
@@ -112,16 +117,16 @@ STORIES = (
 
 @pytest.mark.parametrize(("family", "card", "verdicts", "choice"), STORIES, ids=lambda value: str(value)[:12])
 def test_each_precision_has_its_verdict(family: str, card: str, verdicts: tuple[str, ...], choice: str):
-    story = tell(FAMILY[family], facts(card))
+    story = forecast_gpu(FAMILY[family], facts(card))
     assert tuple(line.verdict for line in story.lines) == verdicts and story.choice == choice
-    assert [line.precision for line in story.lines] == list(PRECISIONS)
+    assert [line.precision for line in story.lines] == list(FORECAST_PRECISIONS)
     assert all(line.why for line in story.lines)
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.sampled_from(CARDS), st.sampled_from([*MODELS, None]), st.none() | st.integers(1, 10**11))
+@given(st.sampled_from(GPU_MODELS), st.sampled_from([*MODEL_FAMILIES, None]), st.none() | st.integers(1, 10**11))
 def test_every_story_is_whole(card, family, numbers):
-    story = tell(family, card.facts(TORCH), numbers)
+    story = forecast_gpu(family, card.facts(TORCH), numbers)
     by_name = {line.precision: line for line in story.lines}
     advice = advise(card.facts(TORCH))
     assert by_name["fp32"].verdict in ("works", "slow", "does not fit"), "fp32 is right everywhere"
@@ -135,27 +140,29 @@ def test_every_story_is_whole(card, family, numbers):
 
 def test_weights_that_do_not_fit_have_the_last_word():
     two_billion = 2_091_068_928
-    small = tell(FAMILY["anima"], facts("RTX 2060"), two_billion)
+    small = forecast_gpu(FAMILY["anima"], facts("RTX 2060"), two_billion)
     verdicts = {line.precision: (line.verdict, line.weight_bytes) for line in small.lines}
     assert verdicts["fp32"] == ("does not fit", 4 * two_billion) and verdicts["planned-half"][0] == "works"
     assert small.choice == "planned-half"
-    card = tell(FAMILY["anima"], facts("GTX 1660"), two_billion)
-    codes = {finding.code for finding in findings_of(card, "m")}
+    card = forecast_gpu(FAMILY["anima"], facts("GTX 1660"), two_billion)
+    codes = {finding.code for finding in build_forecast_findings(card, "m")}
     assert card.choice == "" or "bf16" in card.choice
     assert {line.precision: line.verdict for line in card.lines}["fp32"] == "does not fit"
     assert "FP16-GOES-WRONG" in codes
-    nowhere = tell(FAMILY["anima"], facts("GTX 1050"), two_billion)
-    assert nowhere.choice == "" and "GPU-TOO-SMALL" in {f.code for f in findings_of(nowhere, "m")}
+    nowhere = forecast_gpu(FAMILY["anima"], facts("GTX 1050"), two_billion)
+    assert nowhere.choice == "" and "GPU-TOO-SMALL" in {f.code for f in build_forecast_findings(nowhere, "m")}
 
 
 def test_weights_that_leave_the_range_are_wrong_in_plain_fp16_whatever_the_family():
-    line = next(line for line in tell(FAMILY["sd15"], facts("A100"), over=2).lines if line.precision == "raw-half")
+    line = next(
+        line for line in forecast_gpu(FAMILY["sd15"], facts("A100"), over=2).lines if line.precision == "raw-half"
+    )
     assert line.verdict == "wrong" and "2 tensors" in line.why
 
 
 def test_the_misleading_answer_about_bf16_is_told_where_it_is_given():
     for card, emulated in (("T4", True), ("V100", True), ("P40", True), ("3060", False), ("M2", False)):
-        found = {f.code: f for f in findings_of(tell(FAMILY["anima"], facts(card)), "m")}
+        found = {f.code: f for f in build_forecast_findings(forecast_gpu(FAMILY["anima"], facts(card)), "m")}
         assert ("BF16-EMULATED" in found) is emulated
         if emulated:
             assert "is_bf16_supported() says True" in found["BF16-EMULATED"].message
@@ -163,16 +170,18 @@ def test_the_misleading_answer_about_bf16_is_told_where_it_is_given():
 
 
 def test_each_hazard_has_a_source_and_each_family_a_hazard():
-    assert set(HAZARDS) == set(FAMILY) and all(hazard.source and hazard.why for hazard in HAZARDS.values())
+    assert set(FP16_HAZARD_BY_FAMILY) == set(FAMILY) and all(
+        hazard.source and hazard.why for hazard in FP16_HAZARD_BY_FAMILY.values()
+    )
 
 
 def test_old_cards_are_told_which_wheel_they_need():
-    assert any("cu126" in reason for reason in tell(FAMILY["anima"], facts("P40")).reasons)
-    assert not any("cu126" in reason for reason in tell(FAMILY["anima"], facts("T4")).reasons)
+    assert any("cu126" in reason for reason in forecast_gpu(FAMILY["anima"], facts("P40")).reasons)
+    assert not any("cu126" in reason for reason in forecast_gpu(FAMILY["anima"], facts("T4")).reasons)
 
 
 def test_check_tells_it_for_a_model_a_family_and_an_adapter():
-    report = check.run(Request(paths=(folder(),), gpu="t4"))
+    report = check.run(Request(paths=(get_pico_folder(),), gpu="t4"))
     precision = report.figures["precision"]
     assert report.ok and isinstance(precision, dict) and precision["choice"] == "planned-half"
     numbers = report.figures["numbers"]

@@ -11,9 +11,9 @@ from diffusers.utils import BaseOutput
 from torch import nn
 
 from finitune.errors import FileError
-from finitune.numerics.formats import HALF
-from finitune.precision.probe import Ranges, is_finite, probe
-from finitune.precision.sites import tensors_in
+from finitune.numerics.formats import FP16
+from finitune.precision.probe import Ranges, is_output_finite, probe
+from finitune.precision.sites import iterate_nested_tensors
 from tests.tiny import cosmos, cosmos_calls
 
 
@@ -23,7 +23,7 @@ def brute_force(root, calls):
 
     def watch(site):
         def hook(_module, _inputs, output):
-            for t in tensors_in(output):
+            for t in iterate_nested_tensors(output):
                 if t.is_floating_point():
                     seen = [largest.get(site, 0.0), *t.abs().flatten().tolist()]
                     largest[site] = math.nan if any(map(math.isnan, seen)) else max(seen)
@@ -47,7 +47,7 @@ def test_every_module_s_range_is_the_brute_force_one():
     expected = brute_force(model, calls)
     assert ranges.amax == expected
     assert len(expected) > 40 and len(ranges.forwards) == 2
-    assert ranges.over_half() == {site: amax for site, amax in expected.items() if amax > HALF.max} != {}
+    assert ranges.over_half() == {site: amax for site, amax in expected.items() if amax > FP16.max} != {}
     assert all(ranges.headroom_bits[site] < 0 for site in ranges.over_half())
 
 
@@ -100,7 +100,9 @@ def test_what_is_not_finite_stays_visible(value):
     assert [math.isfinite(row[0]) for row in ranges.forwards] == [True, False, True]
     assert not math.isfinite(ranges.amax["(root)"]) and ranges.headroom_bits["0"] == -math.inf
     assert set(ranges.over_half()) == {"0", "1", "(root)"}
-    assert not is_finite({"x": (torch.tensor(value),)}) and is_finite((torch.ones(1), torch.tensor([2]), None))
+    assert not is_output_finite({"x": (torch.tensor(value),)}) and is_output_finite(
+        (torch.ones(1), torch.tensor([2]), None)
+    )
 
 
 def test_several_forwards_are_merged_by_maximum_and_kept_one_by_one():

@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 
 from finitune.errors import FileError, NumericsError, UsageError
 from finitune.training import ranks as module
-from finitune.training.ranks import OrderedSum, Ranks
+from finitune.training.ranks import OrderedSum, ProcessRanks
 from tests.together import environment, launched
 
 ROUNDS, LENGTH = 3, 101
@@ -40,8 +40,8 @@ def in_order(world: int) -> Tensor:
 
 def talk(_: Path) -> dict[str, object]:
     """Everything that processes do together; one of them is busy for longer than gradients are waited for."""
-    module.MEETING = timedelta(seconds=2)
-    with Ranks.joined("cpu") as ranks:
+    module.PROCESS_GROUP_TIMEOUT = timedelta(seconds=2)
+    with ProcessRanks.open_process_group("cpu") as ranks:
         total = OrderedSum(ranks)
         for number in range(ROUNDS):
             total.add(vector(ranks.rank, number))
@@ -49,11 +49,11 @@ def talk(_: Path) -> dict[str, object]:
             time.sleep(3)
         answer: dict[str, object] = {
             "words": ranks.gathered(ranks.rank),
-            "main": ranks.of_main(ranks.rank),
+            "main": ranks.broadcast_from_main(ranks.rank),
             "sum": total.value().tolist(),
             "added": ranks.add(torch.tensor([1.0 + ranks.rank])).tolist(),
         }
-        with Ranks.joined("cpu") as inner:
+        with ProcessRanks.open_process_group("cpu") as inner:
             answer["inner"] = inner.gathered(inner.rank)
         ranks.demand_same("seeds", 1)
         with pytest.raises(NumericsError, match="seeds") as caught:
@@ -67,7 +67,7 @@ def is_open() -> bool:
 
 def fail(_: Path) -> None:
     """The second process fails while the first one waits for it."""
-    with Ranks.joined("cpu") as ranks:
+    with ProcessRanks.open_process_group("cpu") as ranks:
         ranks.wait()
         if not ranks.main:
             raise FileError("a picture is gone", code="PICTURE-GONE", subject="a.png", evidence={"bytes": 3})
@@ -76,7 +76,7 @@ def fail(_: Path) -> None:
 
 def fall_silent(_: Path) -> None:
     """The second process is killed while the first one waits for it."""
-    with Ranks.joined("cpu") as ranks:
+    with ProcessRanks.open_process_group("cpu") as ranks:
         ranks.wait()
         if not ranks.main:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -124,7 +124,7 @@ def test_a_process_that_is_killed_is_missed(tmp_path: Path) -> None:
 @settings(max_examples=10)
 def test_alone_a_sum_is_a_sum_in_a_row(length: int, rounds: int) -> None:
     vectors = [torch.randn(length) for _ in range(rounds)]
-    total = OrderedSum(Ranks())
+    total = OrderedSum(ProcessRanks())
     wanted = torch.zeros(length)
     for one in vectors:
         total.add(one.clone())
@@ -134,10 +134,10 @@ def test_alone_a_sum_is_a_sum_in_a_row(length: int, rounds: int) -> None:
 
 def test_alone_nothing_is_joined() -> None:
     code = (
-        "import os, sys; from finitune.training.ranks import Ranks\n"
+        "import os, sys; from finitune.training.ranks import ProcessRanks\n"
         "for launcher in ({}, {'WORLD_SIZE': '1', 'RANK': '0'}):\n"
         "    os.environ.update(launcher)\n"
-        "    with Ranks.joined('cpu') as r: print(r.world, r.device, r.gathered(7), 'accelerate' in sys.modules)"
+        "    with ProcessRanks.joined('cpu') as r: print(r.world, r.device, r.gathered(7), 'accelerate' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert run.stdout.splitlines() == ["1 cpu [7] False"] * 2, run.stderr
@@ -151,7 +151,7 @@ def test_two_processes_for_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) 
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(UsageError) as caught:
-            module.demand_own_gpus("cuda")
+            module.require_gpu_per_process("cuda")
         assert caught.value.code == "GPUS-TOO-FEW" and caught.value.evidence == {"processes": 2, "gpus": 1}
         assert "gradient_accumulation_steps" in caught.value.remedy
-        module.demand_own_gpus("cpu")
+        module.require_gpu_per_process("cpu")

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from finitune.errors import AdapterError
 from finitune.files.tensorfile import TensorEntry, TensorFile
-from finitune.models.sites import AdapterSites, ComponentSites, Place, single
+from finitune.models.sites import AdapterSites, ComponentSites, ModulePlace, make_single_site_places
 from finitune.models.spec import ModelSpec
-from finitune.namings.core import Reading
+from finitune.namings.core import ParsedAdapter
 from finitune.namings.read import read_adapter
 from finitune.namings.resolve import Resolver
-from finitune.namings.suffixes import SUFFIXES
+from finitune.namings.suffixes import ADAPTER_SUFFIXES
 from finitune.report import Level
 from tests.adapter_files import TOY, codes, delta, finding, lora, model, noise, read_back
 
@@ -64,7 +64,7 @@ MAPS = {
 
 
 @cache
-def read_map(name: str) -> Reading:
+def read_map(name: str) -> ParsedAdapter:
     return read_adapter(MapFile(json.loads((DATA / "adapter-keys" / f"{name}.json").read_text())))
 
 
@@ -239,7 +239,7 @@ def test_a_model_is_no_adapter(read):
 @st.composite
 def strange_modules(draw) -> dict[str, list[int]]:
     """A module with any roles, of any shapes."""
-    suffixes = draw(st.lists(st.sampled_from(SUFFIXES), min_size=1, max_size=5, unique=True))
+    suffixes = draw(st.lists(st.sampled_from(ADAPTER_SUFFIXES), min_size=1, max_size=5, unique=True))
     sizes = st.lists(st.sampled_from([1, 2, 4, 8, 0]), max_size=4)
     return {f"a.to_q{suffix.text}": draw(sizes) for suffix in suffixes}
 
@@ -294,8 +294,8 @@ def test_shapes_of_the_model_are_checked(read):  # LYC-03
 
 
 def test_a_small_family_is_read_by_name(read):
-    fused = Place("qkv", ("to_q", "to_k", "to_v"))
-    sites = ComponentSites("transformer", ("unet",), fused.sites, (fused, *single(("in", "conv_in"))))
+    fused = ModulePlace("qkv", ("to_q", "to_k", "to_v"))
+    sites = ComponentSites("transformer", ("unet",), fused.sites, (fused, *make_single_site_places(("in", "conv_in"))))
     small = ModelSpec("small", ("transformer",), (), AdapterSites((sites,)), title="Small")
     reading = read(lora("diffusion_model.qkv", 24, words="lora_A.weight lora_B.weight"), family=small)
     assert reading.family is small and list(reading.adapter.component("transformer")) == ["to_q", "to_k", "to_v"]

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 
-from finitune.adapters.weight import weight_delta
-from finitune.namings.core import Answers
-from finitune.namings.shelf import Deferred
+from finitune.adapters.weight import compute_weight_delta
+from finitune.namings.core import AmbiguityOptions
+from finitune.namings.tensor_reader import DeferredTensors
 from finitune.report import Level
 from tests.adapter_files import codes, delta, finding, lora, model, noise, read_back
 
@@ -68,7 +68,7 @@ def test_an_alpha_that_cannot_be_meant_fails_with_its_reason(read, alpha):  # SC
 @pytest.mark.parametrize(("meaning", "scale"), [("rank", 1.0), ("zero", 0.0)])
 def test_alpha_zero_is_what_the_user_says(read, meaning, scale):
     tensors = lora("a.to_q") | {"a.to_q.alpha": torch.tensor(0.0)}
-    reading = read(tensors, answers=Answers(zero_alpha=meaning))
+    reading = read(tensors, answers=AmbiguityOptions(zero_alpha=meaning))
     assert not codes(reading, Level.ERROR)
     torch.testing.assert_close(delta(reading, Q, 16, 8), scale * product(tensors))
 
@@ -215,7 +215,7 @@ def test_magnitudes_that_fit_both_sides_are_asked_about(read):
     tensors = lora("a.to_q", 16, 16) | {"a.to_q.dora_scale": noise(16)}
     reading = read(tensors)
     assert codes(reading, Level.ERROR) == ["ADAPTER-UNDECIDED"] and len(reading.left_out) == 3
-    answered = read(tensors, answers=Answers(dora_side="in"))
+    answered = read(tensors, answers=AmbiguityOptions(dora_side="in"))
     assert answered.adapter[Q].magnitude.side == "in"
     wrong = read(lora("a.to_q") | {"a.to_q.dora_scale": noise(5)})
     assert codes(wrong, Level.ERROR) == ["ADAPTER-DORA"]
@@ -242,7 +242,7 @@ def test_gloras_order_follows_from_a_weight_that_is_not_square(read, old):
         assert torch.equal(tensors["b1"], noise(out, 2, seed=2))
     assert codes(read(square), Level.ERROR) == ["ADAPTER-UNDECIDED"]
     order = "old" if old else "new"
-    for known in ({"shapes": {"transformer.b.to_q": (16, 16)}}, {"answers": Answers(glora_order=order)}):
+    for known in ({"shapes": {"transformer.b.to_q": (16, 16)}}, {"answers": AmbiguityOptions(glora_order=order)}):
         assert torch.equal(read(square, **known).adapter["transformer.b.to_q"].tensors["b1"], noise(16, 2, seed=2))
 
 
@@ -251,9 +251,9 @@ def test_ia3_has_the_side_that_it_says(read, shape, on_input, base):  # LYC-07
     weight = noise(*shape)
     reading = read(named("a.to_q", weight=weight, on_input=torch.tensor(on_input)), shapes={Q: base})
     w = noise(*base, seed=3).double()
-    torch.testing.assert_close(weight_delta(w, reading.adapter[Q]), w * weight.double())
+    torch.testing.assert_close(compute_weight_delta(w, reading.adapter[Q]), w * weight.double())
     factor = read({"base_model.model.a.to_q.ia3_l": 1 + weight}, shapes={Q: base})
-    torch.testing.assert_close(weight_delta(w, factor.adapter[Q]), w * weight.double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(compute_weight_delta(w, factor.adapter[Q]), w * weight.double(), rtol=1e-6, atol=1e-6)
     assert codes(read({"a.to_q.weight": weight, **lora("b.to_q")}), Level.ERROR) == ["ADAPTER-ROLES"]
 
 
@@ -275,8 +275,8 @@ def test_r_itself_is_turned_into_its_generator(read):
     eye = torch.eye(4, dtype=torch.float64)
     reading = read(named("lycoris_a_to_q", oft_diag=(eye + q) @ torch.linalg.inv(eye - q)))
     expected = read(named("lycoris_a_to_q", oft_blocks=blocks))
-    found = weight_delta(w, reading.adapter[Q])
-    torch.testing.assert_close(found, weight_delta(w, expected.adapter[Q]), rtol=1e-5, atol=1e-6)
+    found = compute_weight_delta(w, reading.adapter[Q])
+    torch.testing.assert_close(found, compute_weight_delta(w, expected.adapter[Q]), rtol=1e-5, atol=1e-6)
 
 
 def test_a_sparse_rest_of_an_extraction_belongs_to_the_weight(read):
@@ -339,5 +339,5 @@ def test_all_none_and_tiny_numbers(read):  # FIL-07
 
 def test_differences_as_large_as_the_model_are_read_when_asked_for(read):
     reading = read(named("a.to_q", diff=noise(16, 8), diff_b=noise(16)))
-    assert isinstance(reading.adapter[Q].tensors, Deferred)
+    assert isinstance(reading.adapter[Q].tensors, DeferredTensors)
     assert torch.equal(reading.adapter[Q].tensors["diff"], noise(16, 8))

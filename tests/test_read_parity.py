@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from finitune.adapters.weight import adapted_bias, adapted_weight
+from finitune.adapters.weight import compute_adapted_bias, compute_adapted_weight
 from finitune.files.tensorfile import TensorFile
-from finitune.namings.core import Reading
+from finitune.namings.core import ParsedAdapter
 from finitune.namings.read import read_adapter
 from finitune.namings.resolve import Resolver
 from finitune.report import Level
@@ -50,14 +50,14 @@ def shaken(module: nn.Module) -> None:
             parameter.data += 0.2 * torch.randn_like(parameter)
 
 
-def changed(toy: Toy, reading: Reading) -> Toy:
+def changed(toy: Toy, reading: ParsedAdapter) -> Toy:
     """The model with the adapter merged by us, in fp64."""
     assert not [finding for finding in reading.findings if finding.level is Level.ERROR] and not reading.unmatched
     model = copy.deepcopy(toy).double()
     for site, adapter in reading.adapter.component("transformer").items():
         module = model.get_submodule(site)
-        bias = adapted_bias(getattr(module, "bias", None), adapter)
-        module.weight = nn.Parameter(adapted_weight(module.weight.data, adapter))
+        bias = compute_adapted_bias(getattr(module, "bias", None), adapter)
+        module.weight = nn.Parameter(compute_adapted_weight(module.weight.data, adapter))
         if bias is not None:
             module.bias = nn.Parameter(bias.double())
     return model

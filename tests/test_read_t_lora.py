@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from finitune.adapters.tlora import principal
+from finitune.adapters.tlora import compute_principal_triples
 from finitune.report import Level
 from tests.adapter_files import codes, delta, finding, model, noise, read_back
 
@@ -105,7 +105,7 @@ def test_its_width_tells_the_family(read, width, name):
 @pytest.mark.parametrize("rank", [1, 3, 20])
 def test_the_largest_values_by_the_gram_matrix_are_those_of_the_svd(shape, rank):
     weight = noise(*shape).double()
-    q, found, p = principal(weight, rank)
+    q, found, p = compute_principal_triples(weight, rank)
     u, values, vt = torch.linalg.svd(weight, full_matrices=False)
     torch.testing.assert_close(found, values[:rank])
     torch.testing.assert_close((p * found) @ q, (u[:, :rank] * values[:rank]) @ vt[:rank])
@@ -114,6 +114,6 @@ def test_the_largest_values_by_the_gram_matrix_are_those_of_the_svd(shape, rank)
 
 def test_a_weight_of_lower_rank_has_values_of_zero():
     weight = torch.outer(noise(5), noise(4)).double()
-    q, found, p = principal(weight, 3)
+    q, found, p = compute_principal_triples(weight, 3)
     torch.testing.assert_close((p * found) @ q, weight)
     assert bool(torch.isfinite(q).all()) and float(found[1:].max()) < 1e-7

@@ -14,11 +14,24 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from finitune.errors import FileError, UsageError
-from finitune.progress import Progress, Silent
-from finitune.render import in_order, numbers, printable, spelled, verdict
-from finitune.render.html import Page, Picture
-from finitune.render.svg import BEYOND, FITS, FP16_MAX, LogAxis, RangeBar, range_chart
-from finitune.render.terminal import Bars, show
+from finitune.progress import Progress, SilentProgress
+from finitune.render import (
+    describe_report_verdict,
+    escape_control_characters,
+    format_evidence,
+    format_value,
+    sort_findings,
+)
+from finitune.render.html import HtmlImage, HtmlPage
+from finitune.render.range_chart import (
+    FP16_MAX,
+    OVERFLOW_BAR_COLOR,
+    RANGE_BAR_COLOR,
+    LogAxis,
+    RangeBar,
+    render_range_chart,
+)
+from finitune.render.terminal import TerminalProgress, print_report
 from finitune.report import Finding, Level, Report, Table
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -39,7 +52,7 @@ def sample() -> Report:
 
 def shown(report: Report, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    show(report, console)
+    print_report(report, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -81,15 +94,15 @@ def test_a_figure_that_has_a_table_of_its_name_is_told_once():
 
 
 def test_verdicts():
-    assert verdict(Report("plan")) == ("OK", "plan: nothing to report")
-    assert verdict(Report("plan").fail(FileError("gone", code="FILE-GONE")))[0] == "FAILED"
-    assert verdict(Report("plan").fail(UsageError("no", code="NO")))[0] == "REFUSED"
+    assert describe_report_verdict(Report("plan")) == ("OK", "plan: nothing to report")
+    assert describe_report_verdict(Report("plan").fail(FileError("gone", code="FILE-GONE")))[0] == "FAILED"
+    assert describe_report_verdict(Report("plan").fail(UsageError("no", code="NO")))[0] == "REFUSED"
 
 
 @few
 @given(st.lists(st.sampled_from(Level)))
 def test_order_is_by_level_and_stable(levels: list[Level]):
-    ordered = in_order(Finding(level, str(i), "", "") for i, level in enumerate(levels))
+    ordered = sort_findings(Finding(level, str(i), "", "") for i, level in enumerate(levels))
     keys = [(list(Level).index(finding.level), int(finding.code)) for finding in ordered]
     assert keys == sorted(keys) and len(keys) == len(levels)
 
@@ -106,8 +119,8 @@ def test_no_text_steers_the_terminal(text: str):
 @few
 @given(st.text())
 def test_printable_keeps_what_can_be_printed(text: str):
-    clean = printable(text)
-    assert printable(clean) == clean
+    clean = escape_control_characters(text)
+    assert escape_control_characters(clean) == clean
     assert (clean == text) == all(char.isprintable() or char == "\n" for char in text)
 
 
@@ -133,13 +146,13 @@ def test_narrow_terminal_loses_nothing():
     ],
 )
 def test_spelling(value: object, text: str):
-    assert spelled(value) == text
+    assert format_value(value) == text
 
 
 def test_progress_is_silent_where_nobody_watches():
     console = Console(file=io.StringIO(), color_system=None)
-    listeners: list[Progress] = [Silent()]
-    with Bars(console) as bars:
+    listeners: list[Progress] = [SilentProgress()]
+    with TerminalProgress(console) as bars:
         for progress in (*listeners, bars):
             progress.start("steps", 2)
             progress.advance("steps")
@@ -152,7 +165,7 @@ def test_progress_is_silent_where_nobody_watches():
 
 def test_progress_bars_show_name_and_count():
     console = Console(file=io.StringIO(), force_terminal=True, color_system=None, width=100)
-    with Bars(console) as bars:
+    with TerminalProgress(console) as bars:
         bars.start("[steps]", 28)
         bars.advance("[steps]", 7)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -160,9 +173,11 @@ def test_progress_bars_show_name_and_count():
 
 
 def test_page_holds_everything_and_fetches_nothing():
-    page = Page("Report").heading("Before").prose("One.\n\nTwo.").code("a < b").figures("Figures", {"share_fp16": 1.0})
-    page.picture_row([("raw half", b"\x89PNG", "black"), Picture("planned", b"\x89PNG", "a picture", True)])
-    page.chart(range_chart([RangeBar("blocks.0", 9.0)])).table(sample().tables[0]).findings(sample().findings)
+    page = (
+        HtmlPage("Report").heading("Before").prose("One.\n\nTwo.").code("a < b").figures("Figures", {"share_fp16": 1.0})
+    )
+    page.picture_row([("raw half", b"\x89PNG", "black"), HtmlImage("planned", b"\x89PNG", "a picture", True)])
+    page.chart(render_range_chart([RangeBar("blocks.0", 9.0)])).table(sample().tables[0]).findings(sample().findings)
     text = page.render()
     seen = Seen(text)
     assert not {"script", "link", "iframe", "object"} & set(seen.tags)
@@ -180,10 +195,10 @@ def test_page_holds_everything_and_fetches_nothing():
 @example(HOSTILE)
 def test_page_escapes_whatever_comes_in(text: str):
     def made(text: str) -> Seen:
-        page = Page(text).heading(text).prose(f"x{text}".replace("\n", "")).code(text)
+        page = HtmlPage(text).heading(text).prose(f"x{text}".replace("\n", "")).code(text)
         page.table(Table(text, (text,), ((text,),))).picture_row([(text, b"", text)]).figures(text, {"a": text})
         page.findings([Finding(Level.NOTE, text, text, text, {"x": text}, f"x{text}")])
-        return Seen(page.chart(range_chart([RangeBar(text, 1.0)], title=text)).render())
+        return Seen(page.chart(render_range_chart([RangeBar(text, 1.0)], title=text)).render())
 
     assert made(text).tags == made("plain").tags
 
@@ -191,24 +206,24 @@ def test_page_escapes_whatever_comes_in(text: str):
 def test_chart_must_be_a_chart():
     for text in ("<img>", "<svg><script>1</script></svg>"):
         with pytest.raises(ValueError, match="svg"):
-            Page("x").chart(text)
+            HtmlPage("x").chart(text)
 
 
 @few
 @given(st.lists(st.builds(RangeBar, st.text(max_size=60), MAGNITUDES, MAGNITUDES), max_size=12))
 @example([RangeBar("a" * 60, math.inf, 1e-30), RangeBar("nan", math.nan), RangeBar("0", 0.0), RangeBar("e", FP16_MAX)])
 def test_chart_is_well_formed_and_marks_what_is_beyond(series: list[RangeBar]):
-    chart = ElementTree.fromstring(range_chart(series))
+    chart = ElementTree.fromstring(render_range_chart(series))
     width, height = (float(number) for number in chart.attrib["viewBox"].split()[2:])
     bars = chart.findall(f"{SVG}g/{SVG}rect")
-    colours = [BEYOND if not bar.amax <= FP16_MAX else FITS for bar in series]
+    colours = [OVERFLOW_BAR_COLOR if not bar.amax <= FP16_MAX else RANGE_BAR_COLOR for bar in series]
     assert [bar.attrib["fill"] for bar in bars] == colours
     for bar in bars:
         x, y, length = (float(bar.attrib[name]) for name in ("x", "y", "width"))
         assert x >= 0 and x + length <= width and 0 <= y <= height and length >= 1
     told = chart.findtext(f"{SVG}desc") or ""
     assert chart.findtext(f"{SVG}title")
-    assert not series or told.startswith(f"{colours.count(BEYOND)} of {len(series)} sites exceed 65504")
+    assert not series or told.startswith(f"{colours.count(OVERFLOW_BAR_COLOR)} of {len(series)} sites exceed 65504")
     assert "fp16 ends at 65504" in "".join(chart.itertext())
 
 
@@ -225,4 +240,7 @@ def test_axis_keeps_order_and_powers_of_two_are_even(values: list[float]):
 
 
 def test_lists_of_records_are_left_to_the_message():
-    assert numbers({"step": 3, "faults": [{"code": "A"}, {"code": "B"}], "names": ["a", "b"]}) == "step 3, names a, b"
+    assert (
+        format_evidence({"step": 3, "faults": [{"code": "A"}, {"code": "B"}], "names": ["a", "b"]})
+        == "step 3, names a, b"
+    )

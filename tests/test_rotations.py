@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from finitune.adapters import SiteAdapter, Target, algorithm_of
-from finitune.adapters.rotation import clipped, from_packed, turn, turn_by_series
-from finitune.adapters.weight import adapted_bias, adapted_weight, weight_delta
+from finitune.adapters import SiteAdapter, Target, find_algorithm
+from finitune.adapters.rotation import (
+    clip_generator_norm,
+    compute_cayley_turn,
+    compute_neumann_turn,
+    unpack_skew_matrices,
+)
+from finitune.adapters.weight import compute_adapted_bias, compute_adapted_weight, compute_weight_delta
 from finitune.errors import AdapterError
 from tests.adapters_made import fresh_adapter, random_adapter, random_base
 
@@ -35,9 +40,9 @@ def random_skew(size: int, spread: float, seed: int) -> Tensor:
 
 def called(layer: nn.Module, adapter: SiteAdapter, x: Tensor, *, bias: bool = False) -> Tensor:
     """`layer` on x with the adapted weight in place, and with `bias` the adapted bias."""
-    inside = {"weight": adapted_weight(layer.weight.detach(), adapter)}
+    inside = {"weight": compute_adapted_weight(layer.weight.detach(), adapter)}
     if bias:
-        inside["bias"] = adapted_bias(layer.bias.detach(), adapter)
+        inside["bias"] = compute_adapted_bias(layer.bias.detach(), adapter)
     return torch.func.functional_call(layer, inside, (x,))
 
 
@@ -45,19 +50,21 @@ def called(layer: nn.Module, adapter: SiteAdapter, x: Tensor, *, bias: bool = Fa
 @given(st.integers(2, 9), st.floats(1e-6, 30.0), st.integers(0, 99))
 def test_cayley_is_orthogonal_and_a_solve_is_what_the_inverse_says(size: int, spread: float, seed: int):
     q, eye = random_skew(size, spread, seed), torch.eye(size, dtype=torch.float64)
-    step = turn(q)
+    step = compute_cayley_turn(q)
     slow = (eye + q) @ torch.linalg.inv(eye - q) - eye
     assert error(step, slow) < 1e-9
     assert torch.allclose((step + eye).mT @ (step + eye), eye.expand_as(q), atol=1e-12)
-    assert error(turn(q.float()), step) < 1e-5, "fp32 is safe at every magnitude"
+    assert error(compute_cayley_turn(q.float()), step) < 1e-5, "fp32 is safe at every magnitude"
 
 
 def test_a_small_turn_keeps_its_digits():
     q = random_skew(4, 1e-6, 0)
     eye = torch.eye(4)
     cancelled = (eye + q.float()) @ torch.linalg.inv(eye - q.float()) - eye
-    diagonal, wanted = (step.diagonal(dim1=1, dim2=2) for step in (turn(q.float()), turn(q)))
-    assert error(turn(q.float()), turn(q)) < 1e-7 and error(diagonal, wanted) < 1e-5
+    diagonal, wanted = (
+        step.diagonal(dim1=1, dim2=2) for step in (compute_cayley_turn(q.float()), compute_cayley_turn(q))
+    )
+    assert error(compute_cayley_turn(q.float()), compute_cayley_turn(q)) < 1e-7 and error(diagonal, wanted) < 1e-5
     assert error(cancelled.diagonal(dim1=1, dim2=2), wanted) > 0.9, "rounded to R first, nothing of it is left"
 
 
@@ -66,22 +73,22 @@ def test_the_series_is_the_one_that_was_cut(terms: int):
     q = random_skew(4, 0.05, 1)
     powers = [torch.linalg.matrix_power(q, k) for k in range(max(terms, 4))]
     whole = 2 * sum(powers[1:]) - powers[-1]
-    assert torch.allclose(turn_by_series(q, terms), {1: 0 * q, 2: 2 * q}.get(terms, whole))
+    assert torch.allclose(compute_neumann_turn(q, terms), {1: 0 * q, 2: 2 * q}.get(terms, whole))
     if terms == 8:
-        assert error(turn_by_series(q, terms), turn(q)) < 1e-2
+        assert error(compute_neumann_turn(q, terms), compute_cayley_turn(q)) < 1e-2
 
 
 def test_packed_is_the_upper_triangle_row_by_row():
-    skew = from_packed(torch.tensor([[1.0, 2.0, 3.0]]))
+    skew = unpack_skew_matrices(torch.tensor([[1.0, 2.0, 3.0]]))
     assert skew.tolist() == [[[0, 1, 2], [-1, 0, 3], [-2, -3, 0]]]
 
 
 def test_clipping_caps_the_norm_of_all_blocks_and_has_a_gradient_at_zero():
     q = random_skew(3, 1.0, 2)
-    assert math.isclose(clipped(q, 0.5).norm(), 0.5)
-    assert torch.equal(clipped(q, 1e3), q) and torch.equal(clipped(q, 0), q)
+    assert math.isclose(clip_generator_norm(q, 0.5).norm(), 0.5)
+    assert torch.equal(clip_generator_norm(q, 1e3), q) and torch.equal(clip_generator_norm(q, 0), q)
     zero = torch.zeros(1, 2, 2, requires_grad=True)
-    clipped(zero, 0.5).sum().backward()
+    clip_generator_norm(zero, 0.5).sum().backward()
     assert torch.equal(zero.grad, torch.ones(1, 2, 2))
 
 
@@ -89,9 +96,9 @@ def test_clipping_caps_the_norm_of_all_blocks_and_has_a_gradient_at_zero():
 @pytest.mark.parametrize("name", MULTIPLICATIVE)
 def test_a_new_adapter_changes_nothing_and_fp32_is_enough(name: str, shape: tuple[int, ...]):
     base, adapter = random_adapter(name, shape, seed=3)
-    assert torch.equal(adapted_weight(base, fresh_adapter(name, base, 3)), base)
-    assert error(adapted_weight(base, adapter), adapted_weight(base.double(), adapter)) < 1e-6
-    assert error(weight_delta(base, adapter), weight_delta(base.double(), adapter)) < 1e-6
+    assert torch.equal(compute_adapted_weight(base, fresh_adapter(name, base, 3)), base)
+    assert error(compute_adapted_weight(base, adapter), compute_adapted_weight(base.double(), adapter)) < 1e-6
+    assert error(compute_weight_delta(base, adapter), compute_weight_delta(base.double(), adapter)) < 1e-6
 
 
 @pytest.mark.parametrize("options", [{}, {"rescaled": True, "constraint": 0.5}, EXACT], ids=str)
@@ -102,7 +109,7 @@ def test_gradients_are_those_of_finite_differences(name: str, options: dict[str,
     tensors = [adapter.tensors[role].double().requires_grad_() for role in roles]
 
     def delta(*values: Tensor) -> Tensor:
-        return weight_delta(base.double(), adapter.with_tensors(**dict(zip(roles, values, strict=True))))
+        return compute_weight_delta(base.double(), adapter.with_tensors(**dict(zip(roles, values, strict=True))))
 
     assert torch.autograd.gradcheck(delta, tensors)
 
@@ -111,7 +118,7 @@ def test_gradients_are_those_of_finite_differences(name: str, options: dict[str,
 @pytest.mark.parametrize("name", ROTATIONS)
 def test_a_rotation_keeps_every_length(name: str, shape: tuple[int, ...]):
     base, adapter = random_adapter(name, shape, seed=5, options=EXACT)
-    turned, side = adapted_weight(base.double(), adapter).flatten(1), int(name == "oft_v2")
+    turned, side = compute_adapted_weight(base.double(), adapter).flatten(1), int(name == "oft_v2")
     assert torch.allclose(turned.norm(dim=side), base.double().flatten(1).norm(dim=side))
     assert error(turned, base.flatten(1)) > 0.1
 
@@ -146,7 +153,7 @@ def test_lycoris_forward(name: str, kind: str, rescaled: bool, constraint: float
     layer, x = make(), torch.randn(shape)
     theirs, adapter = lycoris(name, layer, rescaled, constraint)
     assert torch.allclose(called(layer, adapter, x), theirs(x), atol=1e-5)
-    algorithm_of(name).check(adapter, tuple(layer.weight.shape))
+    find_algorithm(name).check(adapter, tuple(layer.weight.shape))
     theirs.multiplier = 0.0
     at_zero = theirs(x)
     assert torch.allclose(at_zero, layer(x), atol=1e-5) is not rescaled, "theirs keeps the rescale at strength 0"
@@ -189,7 +196,7 @@ def peft_oft(layer: nn.Module, neumann_terms: int, share: bool) -> tuple[nn.Modu
 def test_peft_oft_forward(neumann_terms: int, share: bool):
     layer, x = nn.Linear(24, 10), torch.randn(5, 24)
     theirs, adapter = peft_oft(layer, neumann_terms, share)
-    algorithm_of("oft_v2").check(adapter, (10, 24))
+    find_algorithm("oft_v2").check(adapter, (10, 24))
     assert torch.allclose(called(layer, adapter, x), theirs(x), atol=1e-5)
 
 
@@ -215,7 +222,7 @@ def test_peft_oft_on_a_convolution_is_what_it_merges():
 def test_the_scaled_variant_divides_by_twice_the_root_of_one_less_than_the_block():
     base, adapter = random_adapter("oft_v2", (5, 12), seed=6, options={"block_size": 4, "scaled": True})
     plain = SiteAdapter("oft_v2", {"packed": adapter.tensors["packed"] / (2 * math.sqrt(3))})
-    assert torch.allclose(adapted_weight(base, adapter), adapted_weight(base, plain))
+    assert torch.allclose(compute_adapted_weight(base, adapter), compute_adapted_weight(base, plain))
 
 
 @pytest.mark.parametrize("on_input", [False, True])
@@ -228,7 +235,7 @@ def test_ia3_forwards_of_peft_and_lycoris(kind: str, on_input: bool):
     make, shape = layers[kind]
     layer, x = make(), torch.randn(shape)
     options = {"on_input": on_input, "groups": getattr(layer, "groups", 1)}
-    adapter = algorithm_of("ia3").init(Target(layer.weight.detach(), options=options), torch.Generator())
+    adapter = find_algorithm("ia3").init(Target(layer.weight.detach(), options=options), torch.Generator())
     w = adapter.tensors["weight"].normal_(std=0.3)
     ours = called(layer, adapter, x, bias=True)
 
@@ -259,11 +266,11 @@ def test_lycoris_cannot_reload_its_own_ia3():
 def test_ia3_factors_of_the_wrong_side_are_refused(shape: tuple[int, int], on_input: int, fits: int):
     adapter = SiteAdapter("ia3", {"weight": torch.randn(1, 8)}, options={"on_input": bool(on_input)})
     if fits:
-        changed = adapted_weight(base := random_base(shape, 0), adapter) / base - 1
+        changed = compute_adapted_weight(base := random_base(shape, 0), adapter) / base - 1
         assert torch.allclose(changed.select(1 - on_input, 0), adapter.tensors["weight"].flatten(), atol=1e-5)
         return
     with pytest.raises(AdapterError) as caught:
-        algorithm_of("ia3").check(adapter, shape)
+        find_algorithm("ia3").check(adapter, shape)
     assert caught.value.code == "ADAPTER-DOES-NOT-FIT" and caught.value.evidence == {"adapter": [8], "model": [4]}
 
 
@@ -284,7 +291,7 @@ WRONG = [
 def test_wrong_shapes_are_refused(name, shapes, weight, code: str):
     adapter = SiteAdapter(name, {role: torch.zeros(shape) for role, shape in shapes.items()})
     with pytest.raises(AdapterError) as caught:
-        algorithm_of(name).check(adapter, weight)
+        find_algorithm(name).check(adapter, weight)
     assert caught.value.code == code and caught.value.remedy
 
 
@@ -299,12 +306,12 @@ def test_wrong_shapes_are_refused(name, shapes, weight, code: str):
     ],
 )
 def test_block_sizes_of_new_adapters(name: str, out: int, options: dict[str, float], blocks: tuple[int, ...]):
-    made = algorithm_of(name).init(Target(torch.zeros(out, 4), 8, options=options), torch.Generator())
+    made = find_algorithm(name).init(Target(torch.zeros(out, 4), 8, options=options), torch.Generator())
     assert tuple(made.tensors["blocks"].shape) == blocks
 
 
 @pytest.mark.parametrize(("name", "out", "asked"), [("oft", 12, 5), ("boft", 320, 8), ("boft", 15, 0)])
 def test_impossible_block_sizes_are_refused(name: str, out: int, asked: int):
     with pytest.raises(AdapterError) as caught:
-        algorithm_of(name).init(Target(torch.zeros(out, 4), 8, options={"block_size": asked}), torch.Generator())
+        find_algorithm(name).init(Target(torch.zeros(out, 4), 8, options={"block_size": asked}), torch.Generator())
     assert caught.value.code == "ROTATION-BLOCK-SIZE" and "possible" in caught.value.remedy.lower()

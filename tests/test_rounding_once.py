@@ -10,7 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.numerics.narrow import overflow_at, round_carrying, round_once, round_randomly, spacing
+from finitune.numerics.narrow import (
+    compute_overflow_threshold,
+    compute_spacing,
+    round_carrying,
+    round_once,
+    round_randomly,
+)
 
 NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 dtypes = pytest.mark.parametrize("dtype", NARROW, ids=lambda d: str(d).removeprefix("torch."))
@@ -28,9 +34,11 @@ def finite_numbers(dtype: torch.dtype) -> torch.Tensor:
 def nearest_even(x: float, dtype: torch.dtype) -> float:
     """The slow, obvious twin: the number with the least exact distance, the even one of two."""
     fmt = torch.finfo(dtype)
-    if abs(x) > overflow_at(dtype) or (abs(x) == overflow_at(dtype) and dtype != torch.float8_e4m3fn):
+    if abs(x) > compute_overflow_threshold(dtype) or (
+        abs(x) == compute_overflow_threshold(dtype) and dtype != torch.float8_e4m3fn
+    ):
         return math.nan if dtype == torch.float8_e4m3fn else math.copysign(math.inf, x)
-    step = Fraction(float(spacing(torch.tensor([x], dtype=torch.float64), dtype)))
+    step = Fraction(float(compute_spacing(torch.tensor([x], dtype=torch.float64), dtype)))
     count = Fraction(x) / step
     return min(fmt.max, float(round(abs(count)) * step)) * (1 if x >= 0 else -1)  # Python rounds a half to even
 
@@ -66,7 +74,7 @@ def test_torch_rounds_twice_and_this_does_not():
     assert x.to(torch.bfloat16).item() == 1.0
     assert round_once(x, torch.bfloat16).item() == 1 + 2.0**-7
     random = torch.randn(300_000, dtype=torch.float64).float().double() * (1 + 2.0**-60)
-    ties = (random.bfloat16().double() + spacing(random, torch.bfloat16) / 2) * (1 + 2.0**-45)
+    ties = (random.bfloat16().double() + compute_spacing(random, torch.bfloat16) / 2) * (1 + 2.0**-45)
     assert (round_once(ties, torch.bfloat16) != ties.bfloat16()).float().mean() > 0.2
 
 
@@ -104,7 +112,7 @@ def test_random_rounding_is_unbiased_and_leaves_what_fits(dtype: torch.dtype):
     generator = torch.Generator().manual_seed(1)
     assert torch.equal(round_randomly(numbers, dtype, generator).double(), numbers)
     low = numbers[len(numbers) // 3]
-    step = spacing(low[None], dtype)[0]
+    step = compute_spacing(low[None], dtype)[0]
     for share in (0.1, 0.5, 0.9):
         x = (low + share * step * low.sign()).expand(40_000).contiguous()
         drawn = round_randomly(x, dtype, generator).double()

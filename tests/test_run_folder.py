@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from finitune.errors import FileError, UsageError
-from finitune.training import folder as module
-from finitune.training.folder import LOCK, RunFolder
-from finitune.training.manifest import Manifest
-from finitune.training.state import RunState, load_state, save_state
+from finitune.training import run_folder as module
+from finitune.training.checkpoint import RunState, load_run_state, save_run_state
+from finitune.training.manifest import TrainingManifest
+from finitune.training.run_folder import RUN_LOCK_NAME, RunFolder
 
-MANIFEST = Manifest("lora", {"a": (64, 64)}, "torch.AdamW")
+MANIFEST = TrainingManifest("lora", {"a": (64, 64)}, "torch.AdamW")
 HOLDER = (
     "import fcntl, sys; f = open(sys.argv[1], 'a+b'); fcntl.flock(f, 2); print('held', flush=True); sys.stdin.read()"
 )
@@ -40,7 +40,7 @@ def touched(path: Path, second: int) -> Path:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != LOCK)
+    return sorted(path.name for path in folder.iterdir() if path.name != RUN_LOCK_NAME)
 
 
 def test_one_run_at_a_time(tmp_path: Path):
@@ -50,14 +50,14 @@ def test_one_run_at_a_time(tmp_path: Path):
     assert caught.value.evidence["pid"] == os.getpid()
     assert f"by process {os.getpid()} since 20" in caught.value.message
     with RunFolder(tmp_path / "run"):
-        assert json.loads((tmp_path / "run" / LOCK).read_text())["pid"] == os.getpid()
+        assert json.loads((tmp_path / "run" / RUN_LOCK_NAME).read_text())["pid"] == os.getpid()
     assert names(tmp_path / "run") == []
 
 
 @POSIX
 def test_the_lock_ends_with_the_program(tmp_path: Path):
     other = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / LOCK)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLDER, str(tmp_path / RUN_LOCK_NAME)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert other.stdout is not None
     assert other.stdout.readline() == b"held\n"
@@ -71,8 +71,8 @@ def test_the_lock_ends_with_the_program(tmp_path: Path):
 
 @pytest.mark.parametrize(("pid", "free"), [(os.getppid(), False), (2**22 + 1, True)])
 def test_without_locks_a_process_number_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: int, free: bool):
-    monkeypatch.setattr(module, "hold", lambda file: None)
-    (tmp_path / LOCK).write_text(json.dumps({"pid": pid, "since": "yesterday"}))
+    monkeypatch.setattr(module, "try_lock_file", lambda file: None)
+    (tmp_path / RUN_LOCK_NAME).write_text(json.dumps({"pid": pid, "since": "yesterday"}))
     if free:
         with RunFolder(tmp_path):
             pass
@@ -145,9 +145,9 @@ def test_a_run_clears_away_what_killed_ones_left(tmp_path: Path):
 
 def test_a_small_disk_is_refused_before_the_start(tmp_path: Path):
     run = RunFolder(tmp_path / "not" / "yet")
-    run.demand_space(1)
+    run.require_space(1)
     with pytest.raises(FileError) as caught:
-        run.demand_space(2**62)
+        run.require_space(2**62)
     assert caught.value.code == "DISK-FULL"
     assert caught.value.evidence["needed_bytes"] == 2**62
 
@@ -170,12 +170,12 @@ def refuse(*arguments: object) -> None:
 
 @POSIX
 def test_a_disk_that_fills_up_leaves_what_was_there(tmp_path: Path):
-    save_state(tmp_path / "x-state", state_at(1), MANIFEST)
+    save_run_state(tmp_path / "x-state", state_at(1), MANIFEST)
     for target in ("x-state", "y-state"):
         with pytest.raises(FileError) as caught, files_up_to(8192):
-            save_state(tmp_path / target, state_at(2), MANIFEST)
+            save_run_state(tmp_path / target, state_at(2), MANIFEST)
         assert caught.value.code == "FILE-NOT-WRITTEN"
-    assert load_state(tmp_path / "x-state")[0].step == 1
+    assert load_run_state(tmp_path / "x-state")[0].step == 1
     assert names(tmp_path) == ["x-state"]
 
 
@@ -183,7 +183,7 @@ def test_a_disk_that_fills_up_leaves_what_was_there(tmp_path: Path):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
 def test_whatever_fails_the_old_state_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, count: int):
     """The `count`-th call of the system is refused; the next ones work again."""
-    save_state(tmp_path / "x-state", state_at(1), MANIFEST)
+    save_run_state(tmp_path / "x-state", state_at(1), MANIFEST)
     calls, real = [0], getattr(os, call)
 
     def failing(*arguments: object, **options: object) -> object:
@@ -192,7 +192,7 @@ def test_whatever_fails_the_old_state_stays(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, call, failing)
     try:
-        save_state(tmp_path / "x-state", state_at(2), MANIFEST)
+        save_run_state(tmp_path / "x-state", state_at(2), MANIFEST)
     except FileError as error:
         assert error.code == "FILE-NOT-WRITTEN"
         assert error.evidence["errno"] == errno.ENOSPC
@@ -200,7 +200,7 @@ def test_whatever_fails_the_old_state_stays(tmp_path: Path, monkeypatch: pytest.
     else:
         assert calls[0] < count
     monkeypatch.undo()
-    assert load_state(tmp_path / "x-state")[0].step in (1, 2)
+    assert load_run_state(tmp_path / "x-state")[0].step in (1, 2)
     assert names(tmp_path) == ["x-state"]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 from finitune.config.schema import OptimizerSection
-from finitune.training.schedules import rate_factor, set_rates, warmup_steps
+from finitune.training.schedules import compute_warmup_steps, make_rate_factor, set_learning_rates
 
 NAMES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
 RATE = 3e-4
@@ -43,7 +43,7 @@ def test_parity_with_diffusers(name: str, warmup: int, total: int):
     scheduler = get_scheduler(
         name, optimizer, num_warmup_steps=warmup, num_training_steps=total, num_cycles=3, power=2.0
     )
-    factor = rate_factor(section, total)
+    factor = make_rate_factor(section, total)
     assert [RATE * factor(step) for step in range(total)] == rates_of(optimizer, scheduler, total)
 
 
@@ -54,7 +54,7 @@ def test_parity_with_transformers(warmup: int):
     )
     optimizer = optimizer_at(RATE)
     scheduler = get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, 20, min_lr_rate=0.2)
-    factor = rate_factor(section, 20)
+    factor = make_rate_factor(section, 20)
     assert [RATE * factor(step) for step in range(20)] == pytest.approx(rates_of(optimizer, scheduler, 20), rel=1e-12)
 
 
@@ -67,7 +67,7 @@ def test_parity_with_transformers(warmup: int):
 )
 def test_a_factor_is_a_share_and_the_same_whenever_it_is_asked(name: str, total: int, share: float, step: int):
     section = OptimizerSection(lr_scheduler=name, lr_warmup_steps=share)
-    once, again = rate_factor(section, total), rate_factor(section, total)
+    once, again = make_rate_factor(section, total), make_rate_factor(section, total)
     assert 0 <= once(step) <= 1
     assert again(0) == once(0)  # whatever was asked before
     assert again(step) == once(step)
@@ -76,7 +76,7 @@ def test_a_factor_is_a_share_and_the_same_whenever_it_is_asked(name: str, total:
 
 @pytest.mark.parametrize(("asked", "expected"), [(0, 0), (0.1, 10), (0.055, 5), (1, 1), (99, 99), (0.999, 99)])
 def test_warm_up_in_steps_or_as_a_share(asked: float, expected: int):
-    assert warmup_steps(OptimizerSection(lr_warmup_steps=asked), 100) == expected
+    assert compute_warmup_steps(OptimizerSection(lr_warmup_steps=asked), 100) == expected
 
 
 def test_each_group_keeps_its_own_rate():
@@ -84,5 +84,5 @@ def test_each_group_keeps_its_own_rate():
     groups = [{"params": [p], "lr": rate, "base_lr": rate} for p, rate in zip(parameters, (1e-4, 16e-4), strict=True)]
     optimizer = torch.optim.AdamW(groups)
     for factor in (0.0, 0.5, 1.0):
-        set_rates(optimizer, factor)
+        set_learning_rates(optimizer, factor)
         assert [group["lr"] for group in optimizer.param_groups] == [1e-4 * factor, 16e-4 * factor]

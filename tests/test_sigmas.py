@@ -12,8 +12,14 @@ from torch import Tensor
 
 from finitune.config.schema import ObjectiveSection
 from finitune.errors import UsageError
-from finitune.training.noise import Purpose, uniform_for
-from finitune.training.sigmas import flux_shift, loss_weight, quantile, sample_sigmas, shares
+from finitune.training.noise import NoisePurpose, draw_addressed_uniform
+from finitune.training.sigmas import (
+    compute_flux_shift,
+    compute_loss_weight,
+    compute_range_shares,
+    compute_sigma_quantile,
+    sample_sigmas,
+)
 
 COUNT = 20_000
 TOKENS = 1024
@@ -76,7 +82,7 @@ def critical(a: Tensor, b: Tensor) -> float:
 
 
 def uniform(count: int = COUNT) -> Tensor:
-    return uniform_for(7, 0, range(count), Purpose.SIGMA)
+    return draw_addressed_uniform(7, 0, range(count), NoisePurpose.SIGMA)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=name_of)
@@ -152,7 +158,9 @@ def test_a_range_is_used_from_end_to_end_and_nothing_piles_up(way, low: float, h
 @pytest.mark.parametrize("way", WAYS[:4], ids=name_of)
 def test_the_shares_are_those_of_the_closed_distribution_function(way):
     objective = ObjectiveSection(**way, min_sigma=0.2, max_sigma=0.7)
-    k = {"shift": objective.discrete_flow_shift, "flux_shift": flux_shift(TOKENS)}.get(objective.timestep_sampling, 1.0)
+    k = {"shift": objective.discrete_flow_shift, "flux_shift": compute_flux_shift(TOKENS)}.get(
+        objective.timestep_sampling, 1.0
+    )
 
     def share(sigma: float) -> float:
         if objective.timestep_sampling == "uniform":
@@ -160,14 +168,14 @@ def test_the_shares_are_those_of_the_closed_distribution_function(way):
         logit = math.log(sigma / (1 - sigma)) - math.log(k)
         return 0.5 * (1 + math.erf(logit / objective.sigmoid_scale / math.sqrt(2)))
 
-    assert shares(objective, TOKENS) == pytest.approx((share(0.2), share(0.7)), rel=1e-12)
+    assert compute_range_shares(objective, TOKENS) == pytest.approx((share(0.2), share(0.7)), rel=1e-12)
 
 
 def test_without_a_range_a_draw_is_the_plain_quantile():
     objective = ObjectiveSection(timestep_sampling="uniform")
     u = uniform(50)
     assert torch.equal(sample_sigmas(u, objective, TOKENS), u.float())
-    assert shares(objective, TOKENS) == (0.0, 1.0)
+    assert compute_range_shares(objective, TOKENS) == (0.0, 1.0)
 
 
 def test_strata_of_u_are_strata_of_the_distribution():
@@ -179,8 +187,8 @@ def test_strata_of_u_are_strata_of_the_distribution():
 
 
 def test_flux_shift_goes_through_its_two_points():
-    assert math.log(flux_shift(256)) == pytest.approx(0.5)
-    assert math.log(flux_shift(4096)) == pytest.approx(1.15)
+    assert math.log(compute_flux_shift(256)) == pytest.approx(0.5)
+    assert math.log(compute_flux_shift(4096)) == pytest.approx(1.15)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +217,7 @@ def test_a_mode_that_folds_back_is_refused(scale: float):
 @pytest.mark.parametrize("scale", [-1.0, 0.0, 1.29, 1.75])
 def test_a_mode_within_its_bounds_covers_the_table(scale: float):
     objective = ObjectiveSection(timestep_sampling="sigma", weighting_scheme="mode", mode_scale=scale)
-    sigma = quantile(torch.linspace(0, 1, 50_001, dtype=torch.float64), objective, TOKENS)
+    sigma = compute_sigma_quantile(torch.linspace(0, 1, 50_001, dtype=torch.float64), objective, TOKENS)
     assert (sigma.diff() >= 0).all()
     assert sigma.unique().numel() > 990
 
@@ -222,11 +230,11 @@ def test_weights_are_those_of_diffusers_and_finite_everywhere(scheme: str):
     from diffusers.training_utils import compute_loss_weighting_for_sd3
 
     sigma = torch.linspace(0, 1, 1001)
-    weight = loss_weight(sigma, scheme)
+    weight = compute_loss_weight(sigma, scheme)
     assert weight.dtype is torch.float32
     assert weight.isfinite().all()
     torch.testing.assert_close(weight[1:], compute_loss_weighting_for_sd3(scheme, sigma[1:]), rtol=1e-6, atol=0)
 
 
 def test_the_weight_of_sigma_sqrt_ends_at_the_least_entry_of_the_table():
-    assert loss_weight(torch.tensor([0.0, 1e-5, 1e-3]), "sigma_sqrt").tolist() == pytest.approx([1e6] * 3)
+    assert compute_loss_weight(torch.tensor([0.0, 1e-5, 1e-3]), "sigma_sqrt").tolist() == pytest.approx([1e6] * 3)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from finitune.files.keymap import match
-from finitune.models import MODELS
-from finitune.models.sites import ComponentSites, Place, sites_of
+from finitune.files.keymap import match_template
+from finitune.models import MODEL_FAMILIES
+from finitune.models.sites import ComponentSites, ModulePlace, list_place_sites
 
-COMPONENTS = {(model.name, part.name): part for model in MODELS for part in model.adapters.components}
+COMPONENTS = {(model.name, part.name): part for model in MODEL_FAMILIES for part in model.adapters.components}
 MANY_BLOCKS = 64
 """More than any published model has."""
 
@@ -145,22 +145,22 @@ def test_sites_are_the_modules_of_the_class(key: tuple[str, str]):
     assert Counter(expected) == Counter(names)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", MODEL_FAMILIES, ids=lambda model: model.name)
 def test_hallmarks_are_the_widths_of_the_class(model):
     for mark in model.adapters.hallmarks:
         modules = built((model.name, mark.component))
-        marked = [module for name, module in modules.items() if match(name, mark.site) is not None]
+        marked = [module for name, module in modules.items() if match_template(name, mark.site) is not None]
         assert {module.get_parameter("weight").shape[1] for module in marked} == {mark.inputs}, mark
 
 
 def test_families_have_different_hallmarks():
-    hallmarks = {model.name: set(model.adapters.hallmarks) for model in MODELS}
+    hallmarks = {model.name: set(model.adapters.hallmarks) for model in MODEL_FAMILIES}
     assert all(hallmarks.values())
     for name, marks in hallmarks.items():
         assert not any(marks <= others for other, others in hallmarks.items() if other != name), name
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", MODEL_FAMILIES, ids=lambda model: model.name)
 def test_a_family_is_told_whole(model):
     sites = model.adapters
     assert {part.name for part in sites.components} <= set(model.components)
@@ -171,14 +171,14 @@ def test_a_family_is_told_whole(model):
 
 
 def test_families_say_who_they_are_in_different_words():
-    words = [word for model in MODELS for word in {model.name, *model.adapters.base_model_versions}]
+    words = [word for model in MODEL_FAMILIES for word in {model.name, *model.adapters.base_model_versions}]
     assert len(set(words)) == len(words)
 
 
 @pytest.mark.parametrize("key", [key for key, part in COMPONENTS.items() if part.places], ids="-".join)
 def test_each_site_has_one_place(key: tuple[str, str]):
     component = COMPONENTS[key]
-    assert Counter(sites_of(component.places)) == Counter(component.sites)
+    assert Counter(list_place_sites(component.places)) == Counter(component.sites)
     assert max(Counter(place.name for place in component.places).values()) == 1
     for place in component.places:
         assert {"{i}" in name for name in (place.name, *place.sites)} == {"{i}" in place.name}
@@ -192,7 +192,7 @@ def test_flat_names_do_not_collide(key: tuple[str, str]):
         assert len(set(flat)) == len(flat)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize("model", MODEL_FAMILIES, ids=lambda model: model.name)
 def test_components_of_one_role_do_not_collide(model):
     def role(part: ComponentSites) -> str:
         return part.roles[0]
@@ -234,7 +234,7 @@ def test_kohya_names_of_real_files(family: str, component: str, flat: str, sites
     part = COMPONENTS[family, component]
     landings = [
         [spread(site, [n])[0] for site in place.sites]
-        for place in (part.places if part.kohya_native else [Place(site, (site,)) for site in part.sites])
+        for place in (part.places if part.kohya_native else [ModulePlace(site, (site,)) for site in part.sites])
         for n in range(MANY_BLOCKS if "{i}" in place.name else 1)
         if spread(place.name, [n])[0].replace(".", "_") == flat
     ]
@@ -251,7 +251,7 @@ def test_an_upsampler_follows_the_attention_if_there_is_one(original: str, block
     assert sites[original] == (f"up_blocks.{block}.upsamplers.0.conv",)
 
 
-def divided(place: Place, tensor: Tensor, width: int) -> list[Tensor]:
+def divided(place: ModulePlace, tensor: Tensor, width: int) -> list[Tensor]:
     """The sites' tensors of a stored one, the slow way; `width` is the number of inputs that the model has."""
     if place.transposed and tensor.ndim == 2:
         return [tensor.T]
@@ -268,7 +268,7 @@ def stored(part: ComponentSites, prefix: str, width: int = 4) -> tuple[dict[str,
     """(a checkpoint in the original naming, what it is in diffusers'): two of each block, every number another."""
     checkpoint: dict[str, Tensor] = {}
     expected: dict[str, Tensor] = {}
-    for place in part.places or [Place(site, (site,)) for site in part.sites]:
+    for place in part.places or [ModulePlace(site, (site,)) for site in part.sites]:
         rows = 7 * width if place.division == "by-input" else 4 * len(place.sites)
         has_bias = place.weight in (".weight", "_weight") and not place.sites[0].endswith("_embedding")
         endings = [(place.weight, ".weight", (rows, 4)), *([(place.bias, ".bias", (rows,))] if has_bias else [])]

@@ -18,21 +18,21 @@ from torch import Tensor
 
 from finitune.errors import AdapterError, FileError, FinituneError, NumericsError, UsageError
 from finitune.report import Level
-from finitune.training.manifest import Manifest
-from finitune.training.state import (
+from finitune.training.checkpoint import (
     RunState,
-    last_state,
-    load_state,
-    random_states,
+    find_last_state,
+    get_random_states,
+    iterate_state_folders,
+    load_run_state,
+    read_verified_state_facts,
     restore_random_states,
-    save_state,
-    state_folders,
-    verified,
+    save_run_state,
 )
-from finitune.training.tree import flatten, restore
+from finitune.training.manifest import TrainingManifest
+from finitune.training.state_codec import decode_state_tree, encode_state_tree
 
 SHAPES = {"a.down": (2, 3), "a.up": (3, 2), "b.down": (2, 3), "b.up": (3, 2)}
-MANIFEST = Manifest(
+MANIFEST = TrainingManifest(
     algorithm="lora",
     shapes=SHAPES,
     sites={"a": {"rank": 2, "alpha": 2.0}, "b": {"rank": 2, "alpha": 2.0}},
@@ -93,19 +93,19 @@ trees = st.recursive(
 @given(tree=trees)
 def test_every_tree_comes_back(tree: Any):
     tensors: dict[str, Tensor] = {}
-    form = json.loads(json.dumps(flatten(tree, "root", tensors), allow_nan=False))
-    assert_same(restore(form, tensors), tree)
+    form = json.loads(json.dumps(encode_state_tree(tree, "root", tensors), allow_nan=False))
+    assert_same(decode_state_tree(form, tensors), tree)
 
 
 def test_what_has_no_form_is_refused():
     with pytest.raises(TypeError, match="root/a: object has no form"):
-        flatten({"a": object()}, "root", {})
+        encode_state_tree({"a": object()}, "root", {})
 
 
 def test_a_state_comes_back(tmp_path: Path):
     state = state_at()
-    save_state(tmp_path / "x-state", state, MANIFEST)
-    loaded, findings = load_state(tmp_path / "x-state", MANIFEST)
+    save_run_state(tmp_path / "x-state", state, MANIFEST)
+    loaded, findings = load_run_state(tmp_path / "x-state", MANIFEST)
     assert findings == []
     for part in ("step", "epoch", "adapter", "optimizer", "average", "facts", "rng"):
         assert_same(getattr(loaded, part), getattr(state, part))
@@ -113,47 +113,47 @@ def test_a_state_comes_back(tmp_path: Path):
 
 
 def test_the_sums_are_those_of_the_shell(tmp_path: Path):
-    save_state(tmp_path / "x-state", state_at(), MANIFEST)
+    save_run_state(tmp_path / "x-state", state_at(), MANIFEST)
     lines = (tmp_path / "x-state" / "SHA256SUMS").read_text().splitlines()
     assert [line[64:] for line in lines] == ["  tensors.safetensors", "  state.json"]
     assert json.loads((tmp_path / "x-state" / "state.json").read_text())["versions"]["torch"] == torch.__version__
 
 
 def test_random_states_come_back(tmp_path: Path):
-    save_state(tmp_path / "x-state", state_at(), MANIFEST)
-    states = random_states()
+    save_run_state(tmp_path / "x-state", state_at(), MANIFEST)
+    states = get_random_states()
     drawn = [(random.random(), np.random.rand(), torch.rand(1).item())]
     restore_random_states(states)
     drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
-    loaded, _ = load_state(tmp_path / "x-state")
+    loaded, _ = load_run_state(tmp_path / "x-state")
     restore_random_states(loaded.rng)
     assert drawn[0] == drawn[1]
 
 
 def test_a_state_is_replaced(tmp_path: Path):
-    save_state(tmp_path / "x-state", state_at(1), MANIFEST)
-    save_state(tmp_path / "x-state", state_at(2), MANIFEST)
-    assert load_state(tmp_path / "x-state")[0].step == 2
+    save_run_state(tmp_path / "x-state", state_at(1), MANIFEST)
+    save_run_state(tmp_path / "x-state", state_at(2), MANIFEST)
+    assert load_run_state(tmp_path / "x-state")[0].step == 2
     assert [path.name for path in tmp_path.iterdir()] == ["x-state"]
 
 
 def test_trainable_tensors_come_back_as_fp32(tmp_path: Path):
     state = state_at()
     state.adapter = {name: tensor.half() for name, tensor in state.adapter.items()}
-    save_state(tmp_path / "x-state", state, MANIFEST)
-    loaded, _ = load_state(tmp_path / "x-state", MANIFEST)
+    save_run_state(tmp_path / "x-state", state, MANIFEST)
+    loaded, _ = load_run_state(tmp_path / "x-state", MANIFEST)
     assert {tensor.dtype for tensor in loaded.adapter.values()} == {torch.float32}
 
 
 def test_a_nonfinite_adapter_is_no_state(tmp_path: Path):
-    save_state(tmp_path / "x-state", state_at(1), MANIFEST)
+    save_run_state(tmp_path / "x-state", state_at(1), MANIFEST)
     state = state_at(2)
     state.adapter["b.up"][0, 0] = torch.nan
     with pytest.raises(NumericsError) as caught:
-        save_state(tmp_path / "x-state", state, MANIFEST)
+        save_run_state(tmp_path / "x-state", state, MANIFEST)
     assert caught.value.code == "STATE-NONFINITE"
     assert caught.value.evidence == {"tensor": "b.up"}
-    assert load_state(tmp_path / "x-state")[0].step == 1
+    assert load_run_state(tmp_path / "x-state")[0].step == 1
 
 
 def shapes(rank: int) -> dict[str, tuple[int, ...]]:
@@ -193,18 +193,18 @@ def shapes(rank: int) -> dict[str, tuple[int, ...]]:
 def test_the_state_of_another_training_is_refused(
     tmp_path: Path, change: dict[str, Any], kind: type[FinituneError], says: str
 ):
-    save_state(tmp_path / "x-state", state_at(), MANIFEST)
+    save_run_state(tmp_path / "x-state", state_at(), MANIFEST)
     with pytest.raises(kind) as caught:
-        load_state(tmp_path / "x-state", replace(MANIFEST, **change))
+        load_run_state(tmp_path / "x-state", replace(MANIFEST, **change))
     assert caught.value.code == "STATE-DIFFERS"
     assert says in caught.value.message
     assert "network_weights" in caught.value.remedy
 
 
 def test_other_data_and_settings_are_said(tmp_path: Path):
-    save_state(tmp_path / "x-state", state_at(), MANIFEST)
+    save_run_state(tmp_path / "x-state", state_at(), MANIFEST)
     config = {"optimizer.learning_rate": 2e-4, "training.max_train_steps": 200, "saving.save_every_n_steps": 10}
-    _, findings = load_state(tmp_path / "x-state", replace(MANIFEST, dataset="d2", config=config))
+    _, findings = load_run_state(tmp_path / "x-state", replace(MANIFEST, dataset="d2", config=config))
     assert [(finding.level, finding.code) for finding in findings] == [
         (Level.WARNING, "STATE-OTHER-DATA"),
         (Level.WARNING, "STATE-OTHER-SETTING"),
@@ -223,12 +223,12 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("harm", [flip, Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-40])])
 def test_damaged_states_are_passed_over(tmp_path: Path, name: str, harm: Any):
     for step in (1, 2, 3):
-        save_state(tmp_path / f"x-step{step:08d}-state", state_at(step), MANIFEST)
+        save_run_state(tmp_path / f"x-step{step:08d}-state", state_at(step), MANIFEST)
     harm(tmp_path / "x-step00000003-state" / name)
     with pytest.raises(FileError) as caught:
-        load_state(tmp_path / "x-step00000003-state", MANIFEST)
+        load_run_state(tmp_path / "x-step00000003-state", MANIFEST)
     assert caught.value.code == "STATE-DAMAGED"
-    found, findings = last_state(tmp_path)
+    found, findings = find_last_state(tmp_path)
     assert found == tmp_path / "x-step00000002-state"
     assert [(f.level, f.code, f.subject) for f in findings] == [
         (Level.WARNING, "STATE-DAMAGED", str(tmp_path / "x-step00000003-state"))
@@ -236,16 +236,16 @@ def test_damaged_states_are_passed_over(tmp_path: Path, name: str, harm: Any):
 
 
 def test_the_last_state_is_that_of_the_highest_step_of_the_name(tmp_path: Path):
-    assert last_state(tmp_path / "nowhere") == (None, [])
+    assert find_last_state(tmp_path / "nowhere") == (None, [])
     for name, step in (("x-step00000030", 30), ("x-step00000009", 9), ("x", 20), ("xy-step00000090", 90)):
-        save_state(tmp_path / f"{name}-state", state_at(step), MANIFEST)
+        save_run_state(tmp_path / f"{name}-state", state_at(step), MANIFEST)
     (tmp_path / ".partial-00000000-x-state").mkdir()
-    assert last_state(tmp_path, "x") == (tmp_path / "x-step00000030-state", [])
-    assert last_state(tmp_path) == (tmp_path / "xy-step00000090-state", [])
-    assert len(list(state_folders(tmp_path, "x"))) == 3
+    assert find_last_state(tmp_path, "x") == (tmp_path / "x-step00000030-state", [])
+    assert find_last_state(tmp_path) == (tmp_path / "xy-step00000090-state", [])
+    assert len(list(iterate_state_folders(tmp_path, "x"))) == 3
 
 
 def test_other_formats_are_refused(tmp_path: Path):
     with pytest.raises(FileError) as caught:
-        verified(tmp_path / "none-state")
+        read_verified_state_facts(tmp_path / "none-state")
     assert caught.value.code == "STATE-MISSING"

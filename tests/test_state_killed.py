@@ -13,13 +13,14 @@ PROGRAM = '''
 import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
-from finitune.training.manifest import Manifest
-from finitune.training.staged import sweep
-from finitune.training.state import RunState, last_state, load_state, save_state, state_folders
+from finitune.training.manifest import TrainingManifest
+from finitune.training.atomic_folder import clean_run_folder
+from finitune.training.checkpoint import RunState, find_last_state, load_run_state, save_run_state,
+iterate_state_folders
 
 torch.set_num_threads(1)
 place, way, times = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-MANIFEST = Manifest("lora", {"a": (256, 256)}, "torch.AdamW")
+MANIFEST = TrainingManifest("lora", {"a": (256, 256)}, "torch.AdamW")
 
 
 def state(step):
@@ -28,7 +29,7 @@ def state(step):
 
 
 def save(step):
-    save_state(place / f"x-step{step % 3:08d}-state", state(step), MANIFEST)
+    save_run_state(place / f"x-step{step % 3:08d}-state", state(step), MANIFEST)
 
 
 def dies_at_random(step):
@@ -68,20 +69,20 @@ for number in range(1, times + 1):
         break
     kills += 1
     if number % 2:
-        sweep(place)
-    states = list(state_folders(place))
+        clean_run_folder(place)
+    states = list(iterate_state_folders(place))
     try:
         for folder in states:
-            loaded, _ = load_state(folder, MANIFEST)
+            loaded, _ = load_run_state(folder, MANIFEST)
             same = bool((loaded.adapter["a"] == loaded.step).all())
             if not same:
                 wrong.append([number, str(folder), "content"])
     except Exception as error:
         wrong.append([number, str(folder), repr(error)])
-    sweep(place)
-    if len(list(state_folders(place))) != 3:
+    clean_run_folder(place)
+    if len(list(iterate_state_folders(place))) != 3:
         wrong.append([number, "lost", [path.name for path in place.iterdir()]])
-    found, findings = last_state(place)
+    found, findings = find_last_state(place)
     if found is None or findings:
         wrong.append([number, "last", str(found)])
 left = sorted(path.name for path in place.iterdir() if not path.name.endswith("-state"))

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from finitune.errors import FileError
-from finitune.files.sniff import begins_as_safetensors, read_text
-from finitune.files.tensorfile import DTYPES, Nonfinite, TensorFile, hash_tensor
-from finitune.files.writer import save_stream, save_tensors, write_atomically, write_bytes, write_text
+from finitune.files.sniff import is_safetensors_start, read_utf8_text
+from finitune.files.tensorfile import SAFETENSORS_DTYPES, NonfiniteElements, TensorFile, hash_tensor
+from finitune.files.writer import save_tensor_stream, save_tensors, write_atomically, write_bytes, write_text
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -74,14 +74,18 @@ def test_the_reference_reads_what_is_written(tmp_path):
 
 
 @settings(deadline=None, max_examples=20)
-@given(st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 4), max_size=3)), max_size=5))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(SAFETENSORS_DTYPES)), st.lists(st.integers(0, 4), max_size=3)), max_size=5
+    )
+)
 def test_every_dtype_and_shape_comes_back(tmp_path_factory, drawn):
     folder = tmp_path_factory.mktemp("dtypes")
     tensors = {}
     for number, (dtype, shape) in enumerate(drawn):
         count = int(torch.tensor(shape).prod()) if shape else 1
-        raw = torch.randint(0, 2, (count * DTYPES[dtype][1],), dtype=torch.uint8)
-        tensors[f"t{number}"] = raw.view(getattr(torch, DTYPES[dtype][0])).reshape(shape)
+        raw = torch.randint(0, 2, (count * SAFETENSORS_DTYPES[dtype][1],), dtype=torch.uint8)
+        tensors[f"t{number}"] = raw.view(getattr(torch, SAFETENSORS_DTYPES[dtype][0])).reshape(shape)
     save_tensors(folder / "x.safetensors", tensors)
     file = TensorFile(folder / "x.safetensors")
     assert set(file) == set(tensors)
@@ -140,7 +144,10 @@ def test_nonfinite_elements_are_counted(tmp_path):
     bad = torch.tensor([[1.0, float("nan")], [float("inf"), -float("inf")]])
     eight = torch.tensor([1.0, float("nan")]).to(torch.float8_e4m3fn)
     save_tensors(tmp_path / "x.safetensors", {"good": torch.ones(3), "n": torch.ones(2).int(), "bad": bad, "e": eight})
-    assert TensorFile(tmp_path / "x.safetensors").nonfinite() == {"bad": Nonfinite(1, 2, 4), "e": Nonfinite(1, 0, 2)}
+    assert TensorFile(tmp_path / "x.safetensors").nonfinite() == {
+        "bad": NonfiniteElements(1, 2, 4),
+        "e": NonfiniteElements(1, 0, 2),
+    }
 
 
 BY_CONTENT = {
@@ -196,7 +203,7 @@ def test_missing_and_folders(tmp_path):
 
 def test_a_length_that_looks_like_a_pickle_is_still_a_length(tmp_path):
     start = struct.pack("<Q", 0x0280)
-    assert start.startswith(b"\x80\x02") and begins_as_safetensors(start + b"{")
+    assert start.startswith(b"\x80\x02") and is_safetensors_start(start + b"{")
     raw_file(tmp_path / "x.safetensors", json.dumps({"a": entry(0, 4)}).encode().ljust(0x0280), bytes(4))
     assert TensorFile(tmp_path / "x.safetensors").shapes == {"a": (1,)}
 
@@ -277,13 +284,13 @@ def test_a_flipped_header_byte_never_reads_outside(tmp_path_factory, data):
 def test_text_is_read_or_refused(tmp_path):
     path = tmp_path / "prompts.txt"
     path.write_bytes(b"\xef\xbb\xbfred \xe2\x9d\xa4\n")
-    assert read_text(path) == "red \u2764\n"
+    assert read_utf8_text(path) == "red \u2764\n"
     for content, code in ((b"caf\xe9", "FILE-NOT-TEXT"), (None, "FILE-MISSING")):
         path.unlink()
         if content:
             path.write_bytes(content)
         with pytest.raises(FileError) as caught:
-            read_text(path)
+            read_utf8_text(path)
         assert caught.value.code == code
         path.write_bytes(b"")
 
@@ -322,5 +329,5 @@ def test_a_refusing_system_is_a_file_error(tmp_path):
 def test_a_broken_promise_writes_nothing(tmp_path):
     entries = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
     with pytest.raises(ValueError, match="promised"):
-        save_stream(tmp_path / "x.safetensors", entries, lambda name: torch.ones(2 if name == "a" else 3))
+        save_tensor_stream(tmp_path / "x.safetensors", entries, lambda name: torch.ones(2 if name == "a" else 3))
     assert list(tmp_path.iterdir()) == []

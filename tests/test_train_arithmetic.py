@@ -15,19 +15,19 @@ from PIL import Image
 from torch import Tensor, nn
 
 from finitune.config.schema import NetworkSection, ObjectiveSection
-from finitune.datasets.items import Batch
+from finitune.datasets.items import TrainingBatch
 from finitune.errors import UsageError
 from finitune.models.anima import ANIMA
 from finitune.models.anima.encode import AnimaDenoiser, AnimaEncoders
-from finitune.models.pico import plan_file, scale_stream_
+from finitune.models.pico import get_pico_plan_path, scale_stream_
 from finitune.numerics.compare import relative_l2
 from finitune.precision.plan import ComponentPlan, PrecisionPlan
-from finitune.training import arithmetic
-from finitune.training.learner import Learner, attached_to, new_adapters
-from finitune.training.objective import Objective
-from finitune.training.ranks import Ranks
+from finitune.training import compute_precision
+from finitune.training.adapted_model import AdaptedModel, attach_training_adapters, make_training_adapters
+from finitune.training.objective import FlowObjective
+from finitune.training.ranks import ProcessRanks
 from finitune.training.sites import choose_sites
-from finitune.training.step import Differentiator
+from finitune.training.step import GradientAccumulator
 from tests.training_made import PICTURES, pico
 
 HALVES = ("current-half", "planned-half")
@@ -37,7 +37,7 @@ BAR = 2e-3
 
 
 @cache
-def batch() -> Batch:
+def batch() -> TrainingBatch:
     """Three pictures with their captions."""
     parts = copy.deepcopy(pico())
     for module in (parts.vae, parts.text_encoder, parts.text_conditioner):
@@ -47,13 +47,13 @@ def batch() -> Batch:
     pixels = torch.stack([torch.from_numpy(np.array(Image.open(file).convert("RGB"))) for file in files])
     captions = [file.with_suffix(".txt").read_text(encoding="utf-8").strip() for file in files]
     told = encoders.collate([*encoders.texts(captions)])
-    return Batch(encoders.latents(pixels), told, torch.ones(3), None, tuple(f.name for f in files), (0, 1, 2))
+    return TrainingBatch(encoders.latents(pixels), told, torch.ones(3), None, tuple(f.name for f in files), (0, 1, 2))
 
 
 @cache
 def plan() -> ComponentPlan:
     """The shipped plan of the denoiser."""
-    return PrecisionPlan.load(plan_file()).components["transformer"]
+    return PrecisionPlan.load(get_pico_plan_path()).components["transformer"]
 
 
 def transformer() -> nn.Module:
@@ -62,22 +62,22 @@ def transformer() -> nn.Module:
 
 
 @contextmanager
-def learning(root: nn.Module, precision: str, network: NetworkSection = USUAL) -> Iterator[Differentiator]:
+def learning(root: nn.Module, precision: str, network: NetworkSection = USUAL) -> Iterator[GradientAccumulator]:
     """A denoiser with an adapter that has learned something, computing in a precision."""
     roots = {"transformer": root}
-    fresh = new_adapters(roots, choose_sites(roots, ANIMA, network), network, 0)
+    fresh = make_training_adapters(roots, choose_sites(roots, ANIMA, network), network, 0)
     generator = torch.Generator().manual_seed(1)
     for adapter in fresh["transformer"].values():
         for tensor in adapter.tensors.values():
             tensor.add_(0.02 * torch.randn(tensor.shape, generator=generator))
     with ExitStack() as stack:
         own = plan() if precision == "planned-half" else None
-        running = stack.enter_context(arithmetic.in_training_precision(root, precision, own))
-        attached = dict(attached_to({"transformer": running.module}, fresh, network))
+        running = stack.enter_context(compute_precision.apply_training_precision(root, precision, own))
+        attached = dict(attach_training_adapters({"transformer": running.module}, fresh, network))
         stack.enter_context(attached["transformer"])
         denoiser = AnimaDenoiser(running.module, pico().text_conditioner, pico().text_encoder)
-        learner = Learner(denoiser, attached, {"transformer": running})
-        yield Differentiator(learner, Objective(ObjectiveSection()), Ranks(), seed=0)
+        learner = AdaptedModel(denoiser, attached, {"transformer": running})
+        yield GradientAccumulator(learner, FlowObjective(ObjectiveSection()), ProcessRanks(), seed=0)
 
 
 def gradient(root: nn.Module, precision: str, network: NetworkSection = USUAL) -> Tensor:
@@ -118,7 +118,7 @@ def bits(root: nn.Module) -> dict[str, tuple[torch.dtype, str]]:
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("precision", arithmetic.ARITHMETIC)
+@pytest.mark.parametrize("precision", compute_precision.DESCRIPTION_BY_PRECISION)
 def test_afterwards_every_bit_and_every_module_is_back(precision: str, stored: torch.dtype):
     root = transformer().to(stored)
     with torch.no_grad():
@@ -157,22 +157,26 @@ def test_giving_up_a_plan_makes_it_current_scaling():
 def test_planned_half_needs_a_plan():
     with (
         pytest.raises(ValueError, match="needs a plan"),
-        arithmetic.in_training_precision(transformer(), "planned-half"),
+        compute_precision.apply_training_precision(transformer(), "planned-half"),
     ):
         pass
 
 
 def test_blocks_are_held_in_main_memory_only_where_there_is_another():
     with pytest.raises(UsageError) as caught:
-        arithmetic.offload(transformer(), torch.device("cpu"))
+        compute_precision.apply_block_offloading(transformer(), torch.device("cpu"))
     assert caught.value.code == "OFFLOAD-NEEDS-GPU"
 
 
 def test_every_precision_and_storage_of_the_schema_is_known():
     from typing import get_args
 
-    from finitune.config.schema import ModelSection, Precision
+    from finitune.config.schema import ModelSection, PrecisionMode
 
-    assert set(arithmetic.ARITHMETIC) == set(get_args(Precision)) - {"auto"} == set(arithmetic.COMPUTE)
+    assert (
+        set(compute_precision.DESCRIPTION_BY_PRECISION)
+        == set(get_args(PrecisionMode)) - {"auto"}
+        == set(compute_precision.COMPUTE_DTYPE_BY_PRECISION)
+    )
     storage = ModelSection.model_fields["storage"].annotation
-    assert set(arithmetic.STORAGE) == set(get_args(storage)) - {"auto"}
+    assert set(compute_precision.STORAGE_DTYPE_BY_OPTION) == set(get_args(storage)) - {"auto"}

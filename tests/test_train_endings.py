@@ -18,14 +18,13 @@ from torch import Tensor
 
 from finitune.files import writer
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys import train_files
-from finitune.journeys.train import Request, asked_to_stop, run
-from finitune.journeys.training import Prepared
 from finitune.report import Level
 from finitune.training import events
-from finitune.training.folder import RunFolder
-from finitune.training.learner import Denoiser
-from finitune.training.state import last_state
+from finitune.training.adapted_model import DenoiserCallable
+from finitune.training.checkpoint import find_last_state
+from finitune.training.run_folder import RunFolder
+from finitune.verbs.train import Request, catch_interrupt, export, run
+from finitune.verbs.train.prepare import PreparedRun
 from tests.training_made import (
     FEW,
     Playground,
@@ -50,10 +49,10 @@ def test_a_wish_ends_it_after_the_step_with_a_file_and_code_0(playground: Playgr
     asked = iter([False, False, True])
     outcome = playground.train(stop=lambda: next(asked), network=FEW)
     assert outcome.reason == "stopped"
-    assert [step.step for step in outcome.of(events.Stepped)] == [1, 2, 3]
+    assert [step.step for step in outcome.of(events.StepTaken)] == [1, 2, 3]
     assert outcome.report.exit_code == 0
     assert outcome.paths["kohya"].name == "made-step00000003.safetensors"
-    assert last_state(playground.folder / "run", "made")[0] == outcome.paths["state"]
+    assert find_last_state(playground.folder / "run", "made")[0] == outcome.paths["state"]
 
 
 def test_what_was_stopped_goes_on_to_the_same_bits(playground: Playground):
@@ -62,14 +61,14 @@ def test_what_was_stopped_goes_on_to_the_same_bits(playground: Playground):
     asked = iter([False, False, True])
     playground.train(**options, stop=lambda: next(asked))
     rest = playground.train(**options, saving={"resume": "auto"})
-    assert [step.step for step in rest.of(events.Stepped)] == [4, 5, 6]
+    assert [step.step for step in rest.of(events.StepTaken)] == [4, 5, 6]
     assert rest.losses == whole.losses[3:]
     one, two = (dict(TensorFile(outcome.paths["kohya"]).tensors()) for outcome in (whole, rest))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_the_first_control_c_is_a_wish_and_the_second_stops_at_once():
-    with asked_to_stop() as stop:
+    with catch_interrupt() as stop:
         assert not stop()
         os.kill(os.getpid(), signal.SIGINT)
         assert stop()
@@ -80,14 +79,14 @@ def test_the_first_control_c_is_a_wish_and_the_second_stops_at_once():
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGINT of another process")
 def test_control_c_in_a_shell(playground: Playground):
     """A real process, interrupted once it trains: code 0, and a file of the step that it was in."""
-    from finitune.config.read import dump
+    from finitune.config.read import dump_config
 
     config = playground.folder / "train.toml"
-    config.write_text(dump(playground.config(network=FEW, training={"max_train_steps": 1000})), encoding="utf-8")
+    config.write_text(dump_config(playground.config(network=FEW, training={"max_train_steps": 1000})), encoding="utf-8")
     program = f"""
 import os, signal, sys
 from pathlib import Path
-from finitune.journeys.train import Request, run
+from finitune.verbs.train import Request, run
 from finitune.progress import Silent
 class Impatient(Silent):
     def advance(self, stage, count=1):
@@ -116,7 +115,7 @@ def test_explain_lists_the_sites_and_writes_nothing(playground: Playground):
 def test_a_dry_run_measures_and_leaves_no_adapter(playground: Playground):
     outcome = playground.train(asked=Request(dry_run=True), network=FEW)
     (measured,) = outcome.events
-    assert isinstance(measured, events.Measured)
+    assert isinstance(measured, events.TrialStepMeasured)
     assert measured.step_seconds > 0 and measured.batch == 2 and measured.bucket == (64, 64)
     assert outcome.findings("FITS")
     assert not any(name.endswith(".safetensors") for name in files_in(playground.folder / "run"))
@@ -127,9 +126,9 @@ def test_measuring_changes_nothing(playground: Playground, meddle):
     measured = playground.train(network=FEW)
     first: list[float] = []
 
-    def step(ready: Prepared) -> None:
+    def step(ready: PreparedRun) -> None:
         run = ready.run
-        batches = [batch for micro in run.course.micro_batches_of(0, 0) if (batch := run.load(micro))]
+        batches = [batch for micro in run.course.select_micro_batches(0, 0) if (batch := run.load(micro))]
         first.append(run.differentiator.gradient(batches, 0).loss)
 
     meddle(step)
@@ -163,7 +162,7 @@ def test_a_full_disk_is_told_before_the_first_step(playground: Playground, monke
     outcome = playground.train(network=FEW)
     (finding,) = outcome.findings("DISK-FULL")
     assert finding.evidence["free_bytes"] == 1 and finding.remedy
-    assert not outcome.of(events.Stepped)
+    assert not outcome.of(events.StepTaken)
 
 
 def test_a_disk_that_fills_up_leaves_the_last_good_files(
@@ -171,14 +170,14 @@ def test_a_disk_that_fills_up_leaves_the_last_good_files(
 ):
     """The third save of the run finds no room: an error that names it; what was saved before is whole."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    original = writer.flush
+    original = writer.flush_to_disk
 
-    def fill(ready: Prepared) -> None:
+    def fill(ready: PreparedRun) -> None:
         export, number = ready.run.hooks.export, iter(range(10))
 
         def failing(*args):
             if next(number) == 3:  # after the measurement and two saves
-                monkeypatch.setattr(writer, "flush", refuse)
+                monkeypatch.setattr(writer, "flush_to_disk", refuse)
             return export(*args)
 
         def refuse(*_):
@@ -188,13 +187,13 @@ def test_a_disk_that_fills_up_leaves_the_last_good_files(
 
     meddle(fill)
     outcome = playground.train(network=FEW, saving={"save_every_n_steps": 2})
-    monkeypatch.setattr(writer, "flush", original)
+    monkeypatch.setattr(writer, "flush_to_disk", original)
     finding = outcome.findings("FILE-NOT-WRITTEN")[0]
     assert finding.subject.endswith("made-step00000006.safetensors")
     assert "space" in finding.message and finding.remedy
     assert outcome.report.exit_code == 1
     run_folder = playground.folder / "run"
-    state, findings = last_state(run_folder, "made")
+    state, findings = find_last_state(run_folder, "made")
     assert state == run_folder / "made-step00000004-state" and findings == []
     assert not list(run_folder.glob(".discarded*")) and not list(run_folder.glob("*.partial*"))
     again = playground.train(network=FEW, saving={"save_every_n_steps": 2, "resume": "auto"})
@@ -207,7 +206,7 @@ def test_a_preview_that_fails_is_told_once_and_costs_nothing(playground: Playgro
             assert (playground.folder / "run" / f"made-step{step:08d}.safetensors").exists()  # files come first
         raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(train_files.Preview, "__call__", fail)
+    monkeypatch.setattr(export.PreviewDrawer, "__call__", fail)
     preview = {"sample_every_n_steps": 2, "sample_prompts": ["a pear"]}
     plain = playground.train(network=FEW)
     outcome = playground.train(network=FEW, preview=preview, saving={"save_every_n_steps": 2})
@@ -222,8 +221,8 @@ def test_pictures_are_drawn_with_the_adapter_and_change_nothing(playground: Play
     network = {**FEW, "network_dropout": 0.2}
     plain = playground.train(network=network)
     outcome = playground.train(network=network, preview=preview, optimizer={"learning_rate": 5e-3})
-    drawn = [event.paths[0].read_bytes() for event in outcome.of(events.Previewed)]
-    assert [event.step for event in outcome.of(events.Previewed)] == [0, 3, 6]
+    drawn = [event.paths[0].read_bytes() for event in outcome.of(events.PreviewsDrawn)]
+    assert [event.step for event in outcome.of(events.PreviewsDrawn)] == [0, 3, 6]
     assert len(set(drawn)) == 3
     assert outcome.losses == plain.losses
 
@@ -231,7 +230,7 @@ def test_pictures_are_drawn_with_the_adapter_and_change_nothing(playground: Play
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def short_of_memory(denoiser: Denoiser, largest: int, error: type[BaseException]) -> Denoiser:
+def short_of_memory(denoiser: DenoiserCallable, largest: int, error: type[BaseException]) -> DenoiserCallable:
     """A denoiser that fails on more than `largest` samples in training."""
 
     def answer(noisy: Tensor, sigma: Tensor, conditioning: Mapping[str, Tensor]) -> Tensor:
@@ -246,9 +245,9 @@ def short_of_memory(denoiser: Denoiser, largest: int, error: type[BaseException]
 def test_a_lack_of_memory_halves_the_micro_batches_and_is_told(playground: Playground, meddle, error):
     batch = {"train_batch_size": 4}
     roomy = playground.train(network=FEW, training=batch)
-    short: list[Prepared] = []
+    short: list[PreparedRun] = []
 
-    def take_memory_at_step_2(ready: Prepared) -> None:
+    def take_memory_at_step_2(ready: PreparedRun) -> None:
         learner, run = ready.run.learner, ready.run
         plenty = learner.denoiser
 
@@ -271,7 +270,7 @@ def test_a_lack_of_memory_halves_the_micro_batches_and_is_told(playground: Playg
 
 
 def test_a_run_that_does_not_fit_says_so_before_it_begins(playground: Playground, meddle):
-    def take_memory(ready: Prepared) -> None:
+    def take_memory(ready: PreparedRun) -> None:
         ready.run.learner.denoiser = short_of_memory(ready.run.learner.denoiser, 1, torch.OutOfMemoryError)
 
     meddle(take_memory)
@@ -284,14 +283,14 @@ def test_a_run_that_does_not_fit_says_so_before_it_begins(playground: Playground
 
 
 def test_one_sample_that_does_not_fit_ends_it(playground: Playground, meddle):
-    def take_all_memory(ready: Prepared) -> None:
+    def take_all_memory(ready: PreparedRun) -> None:
         ready.run.learner.denoiser = short_of_memory(ready.run.learner.denoiser, 0, torch.OutOfMemoryError)
 
     meddle(take_all_memory)
     outcome = playground.train(network=FEW)
     (finding,) = outcome.findings("OUT-OF-MEMORY")
     assert outcome.report.exit_code == 1 and "gradient_checkpointing" in finding.remedy
-    assert not outcome.of(events.Stepped)
+    assert not outcome.of(events.StepTaken)
 
 
 def test_the_journey_reports_what_ends_it(playground: Playground):

@@ -22,16 +22,16 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from finitune.datasets.items import Batch
+from finitune.datasets.items import TrainingBatch
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys.training import Prepared
 from finitune.models.anima.encode import AnimaEncoders
-from finitune.models.pico import plan_file
-from finitune.precision.plan import Line, PrecisionPlan
+from finitune.models.pico import get_pico_plan_path
+from finitune.precision.plan import PlanLine, PrecisionPlan
 from finitune.report import Level
 from finitune.training import events
-from finitune.training.guard import first_nonfinite
-from finitune.training.state import load_state
+from finitune.training.checkpoint import load_run_state
+from finitune.training.guard import find_first_nonfinite
+from finitune.verbs.train.prepare import PreparedRun
 from tests.training_made import (
     FEW,
     Playground,
@@ -54,12 +54,12 @@ LONG = {
 PARAMETER = "transformer.transformer_blocks.0.attn1.to_v.up"
 
 
-def victim(ready: Prepared) -> str:
+def victim(ready: PreparedRun) -> str:
     """The picture that a fault is planted in."""
     return sorted(example.name for example in ready.run.course.examples)[3]
 
 
-def spoil_batches(ready: Prepared, spoil: Callable[[Batch, int], Batch]) -> None:
+def spoil_batches(ready: PreparedRun, spoil: Callable[[TrainingBatch, int], TrainingBatch]) -> None:
     """Change every batch that the victim is in."""
     load, name = ready.run.load, victim(ready)
 
@@ -70,8 +70,8 @@ def spoil_batches(ready: Prepared, spoil: Callable[[Batch, int], Batch]) -> None
     ready.run.load = spoiled
 
 
-def in_a_picture(ready: Prepared) -> str:
-    def spoil(batch: Batch, place: int) -> Batch:
+def in_a_picture(ready: PreparedRun) -> str:
+    def spoil(batch: TrainingBatch, place: int) -> TrainingBatch:
         latents = batch.latents.clone()
         latents[place, 0, 0, 0, 0] = NAN
         return replace(batch, latents=latents)
@@ -80,8 +80,8 @@ def in_a_picture(ready: Prepared) -> str:
     return victim(ready)
 
 
-def in_a_caption(ready: Prepared) -> str:
-    def spoil(batch: Batch, place: int) -> Batch:
+def in_a_caption(ready: PreparedRun) -> str:
+    def spoil(batch: TrainingBatch, place: int) -> TrainingBatch:
         context = batch.conditioning["context"].clone()
         context[place, 1, 0] = NAN
         return replace(batch, conditioning={"context": context})
@@ -90,7 +90,7 @@ def in_a_caption(ready: Prepared) -> str:
     return victim(ready)
 
 
-def after_step(ready: Prepared, step: int, change: Callable[[], None]) -> None:
+def after_step(ready: PreparedRun, step: int, change: Callable[[], None]) -> None:
     """Do something once, when that step is over."""
     counted = count(1)
 
@@ -102,13 +102,13 @@ def after_step(ready: Prepared, step: int, change: Callable[[], None]) -> None:
     object.__setattr__(ready.run.hooks, "stop", stop)
 
 
-def in_a_weight(ready: Prepared) -> str:
+def in_a_weight(ready: PreparedRun) -> str:
     parameter = dict(ready.run.learner.named_parameters())[PARAMETER]
     after_step(ready, 17, lambda: parameter.data.view(-1)[3].fill_(NAN) and None)
     return f"{PARAMETER}, element 3: nan"
 
 
-def in_a_gradient(ready: Prepared) -> str:
+def in_a_gradient(ready: PreparedRun) -> str:
     parameter = dict(ready.run.learner.named_parameters())[PARAMETER]
     armed = iter([True])
 
@@ -134,7 +134,7 @@ def is_good(path: Path) -> bool:
     """Whether a file reads, is finite, and does something."""
     tensors = dict(TensorFile(path).tensors())
     ups = [tensor for name, tensor in tensors.items() if "lora_up" in name]
-    return first_nonfinite(tensors.items()) is None and bool(ups) and all(bool(up.any()) for up in ups)
+    return find_first_nonfinite(tensors.items()) is None and bool(ups) and all(bool(up.any()) for up in ups)
 
 
 def test_a_planted_nan_is_named_and_the_run_ends_as_the_clean_one(playground: Playground, meddle):
@@ -160,7 +160,7 @@ def test_a_picture_left_out_is_named_with_file_and_step(playground: Playground, 
     meddle(in_a_picture)
     outcome = playground.train(network=FEW, training={"train_batch_size": 3})
     (finding,) = outcome.findings("GUARD-QUARANTINED")
-    bad = [step for step in outcome.of(events.Stepped) if not step.taken]
+    bad = [step for step in outcome.of(events.StepTaken) if not step.taken]
     assert len(bad) == 1
     assert finding.subject.startswith("pictures/")
     assert finding.evidence == {"step": bad[0].step - 1, "reason": "the loss is not finite"}
@@ -173,7 +173,7 @@ def test_steps_without_a_picture_are_passed_over(playground: Playground, meddle)
     meddle(in_a_picture)
     options = {"train_batch_size": 1, "max_train_epochs": 6, "max_train_steps": None}
     outcome = playground.train(network=FEW, training=options)
-    steps = outcome.of(events.Stepped)
+    steps = outcome.of(events.StepTaken)
     assert sum(not step.taken for step in steps) == 1
     assert len(steps) == 6 * 6 - 5
     assert outcome.reason == "done" and "GUARD-ROLLED-BACK" not in outcome.codes
@@ -184,9 +184,9 @@ def test_a_weight_that_breaks_is_taken_back_to_the_same_bits(playground: Playgro
     clean = playground.train(**options, saving={"output_dir": playground.folder / "clean"})
     meddle(in_a_weight)
     outcome = playground.train(**options)
-    (back,) = outcome.of(events.RolledBack)
+    (back,) = outcome.of(events.StepsRolledBack)
     assert (back.step, back.to_step) == (18, 15)
-    one, two = (load_state(run.paths["state"])[0] for run in (clean, outcome))
+    one, two = (load_run_state(run.paths["state"])[0] for run in (clean, outcome))
     assert all(torch.equal(one.adapter[name], two.adapter[name]) for name in one.adapter)
     assert two.facts["taken"] == one.facts["taken"] == 20
 
@@ -234,7 +234,7 @@ def test_what_the_encoders_cannot_stand_is_left_out_by_name(playground: Playgrou
     assert found.keys() == {f"pictures/{first.name}", f"pictures/{second.name}"}
     assert "VAE" in found[f"pictures/{first.name}"] and "text encoder" in found[f"pictures/{second.name}"]
     assert outcome.reason == "done" and is_good(outcome.paths["kohya"])
-    assert all(step.taken for step in outcome.of(events.Stepped))
+    assert all(step.taken for step in outcome.of(events.StepTaken))
 
 
 @pytest.mark.parametrize("kind", ["latents", "texts"])
@@ -248,14 +248,14 @@ def test_a_cache_entry_that_turned_into_nan_is_made_again(playground: Playground
     (finding,) = outcome.findings("CACHE-REMADE")
     assert finding.subject == TensorFile(path).metadata["subject"]
     assert outcome.losses == clean.losses
-    assert first_nonfinite(load_file(path).items()) is None
+    assert find_first_nonfinite(load_file(path).items()) is None
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_base_model_with_nan_is_named_and_nothing_is_saved(playground: Playground, meddle, precision: str):
     site = "transformer_blocks.2.ff.net.2"
 
-    def spoil(ready: Prepared) -> None:
+    def spoil(ready: PreparedRun) -> None:
         layer = ready.run.learner.precisions["transformer"].module.get_submodule(site)
         layer.weight.data[1, 2] = NAN  # type: ignore[union-attr, operator]
 
@@ -264,17 +264,17 @@ def test_a_base_model_with_nan_is_named_and_nothing_is_saved(playground: Playgro
     (finding,) = outcome.findings("GUARD-STOPPED")
     assert finding.level is Level.ERROR and f"transformer.{site}.weight" in finding.message
     assert outcome.report.exit_code == 1 and outcome.reason == "given up"
-    assert len(outcome.of(events.Stepped)) == 1
+    assert len(outcome.of(events.StepTaken)) == 1
     assert not list((playground.folder / "run").glob("*.safetensors"))
 
 
 # --- when nothing helps ----------------------------------------------------------------------------------------------
 
 
-def broken_from(step: int) -> Callable[[Prepared], None]:
+def broken_from(step: int) -> Callable[[PreparedRun], None]:
     """A model that answers NaN to everything once that step is over."""
 
-    def spoil(ready: Prepared) -> None:
+    def spoil(ready: PreparedRun) -> None:
         learner = ready.run.learner
         sound = learner.denoiser
 
@@ -293,7 +293,7 @@ def test_when_everything_is_nan_it_stops_with_the_last_good_file(playground: Pla
     assert outcome.reason == "given up" and outcome.report.exit_code == 1
     (finding,) = outcome.findings("GUARD-STOPPED")
     assert finding.level is Level.ERROR and finding.remedy
-    steps = outcome.of(events.Stepped)
+    steps = outcome.of(events.StepTaken)
     assert 0 < sum(not step.taken for step in steps) <= 16
     assert len({(found.code, found.subject) for found in outcome.report.findings}) == len(outcome.report.findings)
     assert outcome.paths["kohya"].name == "made-step00000005.safetensors"
@@ -306,8 +306,8 @@ def test_when_everything_is_nan_it_stops_with_the_last_good_file(playground: Pla
 
 def plan_with(playground: Playground, exponent: int) -> Path:
     """The shipped plan with an exponent at one product that is far too small."""
-    plan = PrecisionPlan.load(plan_file())
-    line = Line("transformer_blocks.3.ff.net.2", exponent=exponent, reason="too small on purpose")
+    plan = PrecisionPlan.load(get_pico_plan_path())
+    line = PlanLine("transformer_blocks.3.ff.net.2", exponent=exponent, reason="too small on purpose")
     changed = plan.components["transformer"].with_line(line)
     path = playground.folder / "plan.toml"
     replace(plan, components={**plan.components, "transformer": changed}).save(path)
@@ -322,10 +322,10 @@ def test_constants_that_are_exceeded_are_told_and_given_up(playground: Playgroun
     assert (
         finding.level is Level.WARNING and "measure their own" in finding.message and "current-half" in finding.remedy
     )
-    assert all(step.taken for step in outcome.of(events.Stepped))
+    assert all(step.taken for step in outcome.of(events.StepTaken))
     assert outcome.reason == "done"
     assert outcome.losses == pytest.approx(measured.losses, rel=1e-3)
-    assert not load_state(outcome.paths["state"])[0].facts["planned"]
+    assert not load_run_state(outcome.paths["state"])[0].facts["planned"]
 
 
 # --- kill -9 ---------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_pictures_are_not_blamed_for_a_rate_that_is_absurd(playground: Playgroun
     (stop,) = (finding for finding in outcome.findings("GUARD-STOPPED") if finding.subject.startswith("step"))
     assert "with the adapter of step" in stop.message and "rate" in stop.remedy
     assert outcome.reason == "given up" and outcome.report.exit_code == 1
-    assert {back.to_step for back in outcome.of(events.RolledBack)} == {0}
+    assert {back.to_step for back in outcome.of(events.StepsRolledBack)} == {0}
 
 
 def test_a_bad_picture_is_still_told_from_an_adapter_that_went_too_far(playground: Playground, meddle):
@@ -359,4 +359,4 @@ def test_a_bad_picture_is_still_told_from_an_adapter_that_went_too_far(playgroun
     meddle(in_a_picture)
     outcome = playground.train(network=FEW, optimizer={"learning_rate": 1e30}, guard={"max_rollbacks": 2})
     assert len({finding.subject for finding in outcome.findings("GUARD-QUARANTINED")}) <= 1
-    assert len(outcome.of(events.RolledBack)) == 3 and outcome.reason == "given up"
+    assert len(outcome.of(events.StepsRolledBack)) == 3 and outcome.reason == "given up"

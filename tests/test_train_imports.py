@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from finitune.config.imported import Fate
-from finitune.config.read import read_config
+from finitune.config.imported_config import KeyStatus
+from finitune.config.read import read_train_config
 from finitune.files.tensorfile import TensorFile
 from tests.foreign_anima import FLAGS, PROGRAMS
 from tests.train_asked import READ, Scene, Told, a_scene, ask, one_cache_for_all, pico_is_read_once
@@ -64,7 +64,7 @@ def test_every_key_has_its_line(trained: Callable[[str], tuple[Told, Path]], pro
     told, _ = trained(program)
     keys = told.figures["keys"]
     assert len({line["key"] for line in keys}) == len(keys) > 15
-    assert {line["fate"] for line in keys} <= {fate.value for fate in Fate}
+    assert {line["fate"] for line in keys} <= {fate.value for fate in KeyStatus}
     assert "CONFIG-UNKNOWN-KEY" not in [finding["code"] for finding in told.findings]
     assert program.split()[0].lower() in told.figures["program"].lower()
 
@@ -73,7 +73,7 @@ def test_every_key_has_its_line(trained: Callable[[str], tuple[Told, Path]], pro
 def test_the_effective_configuration_trains_the_same(trained: Callable[[str], tuple[Told, Path]], program: str):
     """It is read without a word, and gives the same losses and the same file, bit for bit."""
     told, out = trained(program)
-    loaded = read_config(out / "config.toml")
+    loaded = read_train_config(out / "config.toml")
     assert loaded.imported is None
     assert loaded.findings == ()
     again = ask(out / "config.toml", "--out", "again")

@@ -12,11 +12,11 @@ import torch
 from finitune.adapters import AdapterSet
 from finitune.errors import AdapterError
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys.train import Request, run
-from finitune.merging.adapterfile import AS_WRITTEN, Model, open_adapter
+from finitune.merging.adapterfile import WRITTEN_AMBIGUITY_ANSWERS, TargetModel, open_adapter
 from finitune.models.anima import ANIMA
 from finitune.report import Level, Report
 from finitune.training import events
+from finitune.verbs.train import Request, run
 from tests.training_made import (
     FEW_BLOCKS,
     Playground,
@@ -45,7 +45,9 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
 
 def read_back(path: Path) -> AdapterSet:
     """The adapter in a file, every tensor of it accounted for."""
-    return open_adapter(path, Report("check"), Model.loaded(ANIMA, pico()), answers=AS_WRITTEN).reading.adapter
+    return open_adapter(
+        path, Report("check"), TargetModel.loaded(ANIMA, pico()), answers=WRITTEN_AMBIGUITY_ANSWERS
+    ).reading.adapter
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +99,7 @@ def test_what_a_spelling_cannot_say_is_refused_before_the_first_step(playground:
     outcome = playground.train(network={"algorithm": "oft_v2", "only_patterns": FEW_BLOCKS})
     (finding,) = outcome.findings("WRITE-CANNOT-SAY")
     assert finding.level is Level.ERROR and finding.remedy
-    assert not outcome.of(events.Stepped)
+    assert not outcome.of(events.StepTaken)
     assert not list((playground.folder / "run").glob("*.safetensors"))
 
 
@@ -148,14 +150,14 @@ def test_a_file_of_another_rank_is_no_start(playground: Playground):
     outcome = playground.train(network=network)
     (finding,) = outcome.findings("START-DIFFERS")
     assert finding.evidence["differing"] == 12
-    assert not outcome.of(events.Stepped)
+    assert not outcome.of(events.StepTaken)
 
 
 def test_by_the_command_of_a_file(playground: Playground):
-    from finitune.config.read import dump
+    from finitune.config.read import dump_config
 
     config = playground.folder / "train.toml"
-    config.write_text(dump(playground.config(training={"max_train_steps": 2})), encoding="utf-8")
+    config.write_text(dump_config(playground.config(training={"max_train_steps": 2})), encoding="utf-8")
     report = run(Request(config=config))
     assert report.ok, report.findings
     assert {"config", "kohya", "state", "steps"} <= report.artifacts.keys()
@@ -189,4 +191,4 @@ def test_a_file_that_is_damaged_is_no_start(playground: Playground):
         read_back(path)
     outcome = playground.train(network={"only_patterns": FEW_BLOCKS, "network_weights": path})
     assert outcome.report.exit_code == 1
-    assert not outcome.of(events.Stepped)
+    assert not outcome.of(events.StepTaken)

@@ -18,19 +18,19 @@ from torch import Tensor, nn
 
 from finitune.adapters import AdapterSet
 from finitune.config.schema import NetworkSection, ObjectiveSection, OptimizerSection
-from finitune.datasets.items import Batch, MicroBatch
+from finitune.datasets.items import MicroBatch, TrainingBatch
 from finitune.files.tensorfile import TensorFile
-from finitune.merging.adapterfile import Form, Model, open_adapter, put_adapter
+from finitune.merging.adapterfile import OutputFormat, TargetModel, open_adapter, put_adapter
 from finitune.models.sd15 import SD15
 from finitune.namings.metadata import Receipt
 from finitune.report import Report
-from finitune.training.learner import Learner, attached_to, new_adapters
-from finitune.training.objective import Objective
-from finitune.training.optimizers import make_optimizer, param_groups
-from finitune.training.ranks import Ranks
+from finitune.training.adapted_model import AdaptedModel, attach_training_adapters, make_training_adapters
+from finitune.training.objective import FlowObjective
+from finitune.training.optimizers import build_param_groups, make_optimizer
+from finitune.training.ranks import ProcessRanks
 from finitune.training.sites import choose_sites
-from finitune.training.step import Differentiator
-from finitune.training.validation import Validation, mean
+from finitune.training.step import GradientAccumulator
+from finitune.training.validation import HeldOutValidation, average_sigma_losses
 
 WIDTH = 16
 
@@ -52,37 +52,37 @@ def unet() -> Any:
     ).requires_grad_(False)
 
 
-def batch() -> Batch:
+def batch() -> TrainingBatch:
     generator = torch.Generator().manual_seed(3)
     latents = 0.5 + 0.1 * torch.randn(4, 4, 1, 8, 8, generator=generator)
     told = {"text": torch.randn(4, 5, WIDTH, generator=generator)}
-    return Batch(latents, told, torch.ones(4), None, tuple("abcd"), (0, 1, 2, 3))
+    return TrainingBatch(latents, told, torch.ones(4), None, tuple("abcd"), (0, 1, 2, 3))
 
 
-def learner_of(root: Any, network: NetworkSection) -> Learner:
+def learner_of(root: Any, network: NetworkSection) -> AdaptedModel:
     """Fresh adapters on the U-Net."""
 
     def denoiser(noisy: Tensor, sigma: Tensor, told: Mapping[str, Tensor]) -> Tensor:
         return root(noisy.squeeze(2), 1000 * sigma, told["text"]).sample.unsqueeze(2)
 
     choice = choose_sites({"unet": root}, SD15, network)
-    fresh = new_adapters({"unet": root}, choice, network, 0)
-    return Learner(denoiser, dict(attached_to({"unet": root}, fresh, network)))
+    fresh = make_training_adapters({"unet": root}, choice, network, 0)
+    return AdaptedModel(denoiser, dict(attach_training_adapters({"unet": root}, fresh, network)))
 
 
-def measured(learner: Learner) -> float:
+def measured(learner: AdaptedModel) -> float:
     """The loss at fixed sigmas."""
-    validation = Validation([MicroBatch((64, 64), ())], (0.25, 0.5, 0.75), 0)
-    objective = Objective(ObjectiveSection())
-    return mean(validation.measure(learner, objective, lambda _: batch(), Ranks()))
+    validation = HeldOutValidation([MicroBatch((64, 64), ())], (0.25, 0.5, 0.75), 0)
+    objective = FlowObjective(ObjectiveSection())
+    return average_sigma_losses(validation.measure(learner, objective, lambda _: batch(), ProcessRanks()))
 
 
-def trained(learner: Learner, steps: int) -> None:
+def trained(learner: AdaptedModel, steps: int) -> None:
     """Take a few steps."""
     rates = OptimizerSection(learning_rate=1e-2)
     named = learner.named_parameters()
-    optimizer = make_optimizer(rates, param_groups(named, rates, lambda _: None, "lora"))
-    differentiator = Differentiator(learner, Objective(ObjectiveSection()), Ranks(), seed=0)
+    optimizer = make_optimizer(rates, build_param_groups(named, rates, lambda _: None, "lora"))
+    differentiator = GradientAccumulator(learner, FlowObjective(ObjectiveSection()), ProcessRanks(), seed=0)
     for step in range(steps):
         assert differentiator.gradient([batch()], step).finite
         optimizer.step()
@@ -102,7 +102,7 @@ def test_convolutions_learn_are_saved_and_read_back(tmp_path: Path, algorithm: s
     kernels = {f"unet.{name}" for name, layer in before.named_modules() if is_kernel(layer)}
     assert len(kernels & adapter.sites.keys()) > 5 and len(adapter) > 20
     path = tmp_path / "locon.safetensors"
-    put_adapter(path, adapter, SD15, Form("kohya"), Receipt("train", ()), Report("train"))
+    put_adapter(path, adapter, SD15, OutputFormat("kohya"), Receipt("train", ()), Report("train"))
     found = read_back(path, before)
     assert found.sites.keys() == adapter.sites.keys()
     again = learner_of(before, network)
@@ -121,8 +121,8 @@ def is_kernel(layer: nn.Module) -> bool:
 
 def read_back(path: Path, root: Any) -> AdapterSet:
     """The adapter in a file."""
-    shapes = Model.loaded(only_unet(), SimpleNamespace(unet=root)).shapes
-    return open_adapter(path, Report("check"), Model(SD15, shapes)).reading.adapter
+    shapes = TargetModel.loaded(only_unet(), SimpleNamespace(unet=root)).shapes
+    return open_adapter(path, Report("check"), TargetModel(SD15, shapes)).reading.adapter
 
 
 def only_unet() -> Any:

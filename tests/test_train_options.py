@@ -13,9 +13,9 @@ from PIL import Image
 from torch import nn
 
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys.training import Prepared
 from finitune.training import events
-from finitune.training.state import load_state
+from finitune.training.checkpoint import load_run_state
+from finitune.verbs.train.prepare import PreparedRun
 from tests.training_made import (
     FEW,
     Playground,
@@ -60,7 +60,7 @@ def test_weights_are_held_narrow_and_learned_on(
 ):
     held: list[tuple[torch.dtype, torch.dtype]] = []
 
-    def look(ready: Prepared) -> None:
+    def look(ready: PreparedRun) -> None:
         root = ready.run.learner.precisions["transformer"].module
         layer = root.get_submodule("transformer_blocks.0.attn1.to_q.base")
         adapter = dict(ready.run.learner.named_parameters())["transformer.transformer_blocks.0.attn1.to_q.down"]
@@ -105,7 +105,7 @@ def test_the_average_is_what_is_saved_and_the_state_has_both(playground: Playgro
     outcome = playground.train(
         network=FEW, optimizer={"ema_decay": decay}, saving={"save_every_n_steps": 1}, training={"max_train_steps": 4}
     )
-    states = [load_state(saved.paths["state"])[0] for saved in outcome.of(events.Saved)[:4]]
+    states = [load_run_state(saved.paths["state"])[0] for saved in outcome.of(events.CheckpointSaved)[:4]]
     weights = [(1 - decay) * decay ** (len(states) - 1 - i) for i in range(len(states))]
     name = "transformer.transformer_blocks.0.attn1.to_q.up"
     wanted = sum(w * state.adapter[name] for w, state in zip(weights, states, strict=True)) / sum(weights)
@@ -118,7 +118,7 @@ def test_accumulation_counts_every_picture_once(playground: Playground):
     outcome = playground.train(
         training={"gradient_accumulation_steps": 3, "max_train_epochs": 2, "max_train_steps": None}, network=FEW
     )
-    (started,) = outcome.of(events.Started)
+    (started,) = outcome.of(events.TrainingStarted)
     assert (started.effective_batch, started.steps_per_epoch, started.steps) == (6, 1, 2)
     assert len(outcome.losses) == 2
     assert outcome.validation[-1] < outcome.validation[0]
@@ -127,8 +127,8 @@ def test_accumulation_counts_every_picture_once(playground: Playground):
 def test_epochs_end_it_and_are_saved(playground: Playground):
     length = {"max_train_epochs": 2, "max_train_steps": None}
     outcome = playground.train(training=length, saving={"save_every_n_epochs": 1}, network=FEW)
-    assert [event.epoch for event in outcome.of(events.Stepped)] == [0, 0, 1, 1, 1, 2]
-    names = [saved.paths["kohya"].name for saved in outcome.of(events.Saved)]
+    assert [event.epoch for event in outcome.of(events.StepTaken)] == [0, 0, 1, 1, 1, 2]
+    names = [saved.paths["kohya"].name for saved in outcome.of(events.CheckpointSaved)]
     assert names == ["made-000001.safetensors", "made-000002.safetensors", "made.safetensors"]
     assert same(playground.folder / "run" / "made-000002.safetensors", outcome.paths["kohya"])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finitune.models.pico import folder
+from finitune.models.pico import get_pico_folder
 from tests.foreign_configs import AI_TOOLKIT
 from tests.train_asked import READ, Scene, a_scene, ask, one_cache_for_all, pico_is_read_once
 
@@ -39,7 +39,11 @@ CONTENTS: dict[str, bytes] = {
         ("junk.toml", ("CONFIG-ENCODING",), "a TOML, JSON or YAML file"),
         ("zip.toml", ("CONFIG-ENCODING",), "a TOML, JSON or YAML file"),
         ("pictures/banana.png", ("CONFIG-ENCODING",), "a TOML, JSON or YAML file"),
-        (str(folder() / "vae/diffusion_pytorch_model.safetensors"), ("CONFIG-ENCODING",), "a TOML, JSON or YAML file"),
+        (
+            str(get_pico_folder() / "vae/diffusion_pytorch_model.safetensors"),
+            ("CONFIG-ENCODING",),
+            "a TOML, JSON or YAML file",
+        ),
         ("utf16.toml", ("CONFIG-ENCODING",), "as UTF-8"),
         ("latin.toml", ("CONFIG-ENCODING",), "as UTF-8"),
         ("empty.toml", ("CONFIG-INVALID", "CONFIG-UNRECOGNISED"), ""),

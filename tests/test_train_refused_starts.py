@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from finitune.files import writer
 from finitune.files.tensorfile import TensorFile
-from finitune.models.pico import folder, plan_file
-from finitune.training.folder import RunFolder
+from finitune.models.pico import get_pico_folder, get_pico_plan_path
+from finitune.training.run_folder import RunFolder
 from tests.train_asked import READ, Scene, Told, a_scene, ask, header_only, one_cache_for_all, pico_is_read_once
 
 __all__ = ["a_scene", "one_cache_for_all", "pico_is_read_once"]
 
-PICO = Path(folder())
+PICO = Path(get_pico_folder())
 
 
 def refused(scene: Scene, told: Told, code: str) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def test_planned_half_wants_a_plan(scene: Scene, other_model: Path):
 @pytest.mark.parametrize(
     ("content", "code", "says"),
     [
-        (plan_file().read_bytes(), "PLAN-OTHER-CHECKPOINT", "finitune plan"),
+        (get_pico_plan_path().read_bytes(), "PLAN-OTHER-CHECKPOINT", "finitune plan"),
         (bytes(range(256)), "PLAN-UNREADABLE", "finitune plan"),
         (b"a = 1", "PLAN-UNREADABLE", "finitune plan"),
         (None, "PLAN-MISSING", "finitune plan"),
@@ -190,14 +190,14 @@ def test_a_full_disk_is_seen_before_the_first_step(scene: Scene, monkeypatch: py
 
 
 def test_a_disk_that_fills_up_in_a_save_leaves_the_last_good_file(scene: Scene, monkeypatch: pytest.MonkeyPatch):
-    flush = writer.flush
+    flush = writer.flush_to_disk
 
     def full(path: Path) -> None:
         if "step00000002" in path.name:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         flush(path)
 
-    monkeypatch.setattr(writer, "flush", full)
+    monkeypatch.setattr(writer, "flush_to_disk", full)
     told = scene.train(training={"max_train_steps": 3}, saving={"save_every_n_steps": 1})
     finding = told.of("FILE-NOT-WRITTEN")
     assert told.exit_code == 1
@@ -206,7 +206,7 @@ def test_a_disk_that_fills_up_in_a_save_leaves_the_last_good_file(scene: Scene, 
     whole = {f"{state}/{name}" for name in ("SHA256SUMS", "state.json", "tensors.safetensors")}
     assert set(scene.files()) == {*whole, "made-step00000001.safetensors", "config.toml", "steps.jsonl"}
     assert len(list(TensorFile(scene.run / "made-step00000001.safetensors").tensors())) == 6
-    monkeypatch.setattr(writer, "flush", flush)
+    monkeypatch.setattr(writer, "flush_to_disk", flush)
     again = scene.train("--resume", training={"max_train_steps": 3}, saving={"save_every_n_steps": 1})
     assert (again.exit_code, again.figures["steps"]) == (0, 3)
 

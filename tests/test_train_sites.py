@@ -15,7 +15,7 @@ from finitune.errors import UsageError
 from finitune.models.anima import ANIMA
 from finitune.models.sd15 import SD15
 from finitune.report import Level
-from finitune.training.sites import Choice, Chosen, choose_sites
+from finitune.training.sites import SelectedSite, SiteSelection, choose_sites
 
 BLOCK = {
     *(f"{attention}.{part}_proj" for attention in ("self_attn", "cross_attn") for part in ("q", "k", "v", "output")),
@@ -44,11 +44,11 @@ def anima() -> dict[str, nn.Module]:
         }
 
 
-def chosen(**options) -> Choice:
+def chosen(**options) -> SiteSelection:
     return choose_sites({"transformer": anima()["transformer"]}, ANIMA, NetworkSection(**options))
 
 
-def originals(choice: Choice) -> set[str]:
+def originals(choice: SiteSelection) -> set[str]:
     return {one.original for one in choice.chosen}
 
 
@@ -171,7 +171,7 @@ class Convolutions(nn.Module):
         self.conv2 = nn.Conv2d(8, 4, 1)
 
 
-def of_convolutions(**options) -> dict[str, Chosen]:
+def of_convolutions(**options) -> dict[str, SelectedSite]:
     everywhere = dataclasses.replace(SD15.adapters, trained={})
     family = dataclasses.replace(SD15, adapters=everywhere)
     return choose_sites({"unet": Convolutions()}, family, NetworkSection(**options)).of("unet")

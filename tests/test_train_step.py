@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 from finitune.adapters.core import Target
 from finitune.adapters.dropout import Dropout
-from finitune.adapters.layer import attach
-from finitune.adapters.new import new_adapter
+from finitune.adapters.layer import attach_adapters
+from finitune.adapters.new import create_adapter
 from finitune.config.schema import ObjectiveSection
-from finitune.datasets.items import Batch
+from finitune.datasets.items import TrainingBatch
 from finitune.errors import NumericsError
-from finitune.training.learner import Learner
-from finitune.training.objective import Objective
-from finitune.training.ranks import Ranks
-from finitune.training.step import Differentiator, Gradient, is_out_of_memory, parts_of
+from finitune.training.adapted_model import AdaptedModel
+from finitune.training.objective import FlowObjective
+from finitune.training.ranks import ProcessRanks
+from finitune.training.step import GradientAccumulator, StepGradient, is_out_of_memory, split_batch
 
 CHANNELS, SIDE = 4, 3
 NAN = float("nan")
@@ -45,27 +45,27 @@ class Root(nn.Module):
         return (self.second(x) if self.used else x).movedim(-1, 1)
 
 
-def differentiator(dropout: float = 0.0, **options: Any) -> Differentiator:
+def differentiator(dropout: float = 0.0, **options: Any) -> GradientAccumulator:
     """A learner with two LoRAs that do something."""
     torch.manual_seed(0)
     root = Root()
     adapters = {}
     for name in ("first", "second"):
         weight: Any = root.get_submodule(name).weight
-        adapter = new_adapter(Target(weight, 2, 2.0), "lora", torch.Generator().manual_seed(1))
+        adapter = create_adapter(Target(weight, 2, 2.0), "lora", torch.Generator().manual_seed(1))
         adapter.tensors["up"].normal_(std=0.3, generator=torch.Generator().manual_seed(2))
         adapters[name] = adapter
-    attached = attach(root, adapters, trainable=True, dropout=Dropout(dropout))
-    learner = Learner(root, {"transformer": attached})
-    return Differentiator(learner, Objective(ObjectiveSection(**options)), Ranks(), seed=7)
+    attached = attach_adapters(root, adapters, trainable=True, dropout=Dropout(dropout))
+    learner = AdaptedModel(root, {"transformer": attached})
+    return GradientAccumulator(learner, FlowObjective(ObjectiveSection(**options)), ProcessRanks(), seed=7)
 
 
-def batch_of(places: Sequence[int], **changes: Any) -> Batch:
+def batch_of(places: Sequence[int], **changes: Any) -> TrainingBatch:
     """Samples by their places, each with content that depends on its place alone."""
     latents = torch.stack([torch.randn(CHANNELS, 1, SIDE, SIDE, generator=seeded(place)) for place in places])
     told = torch.tensor([1.0 + 0.1 * place for place in places])
     names = tuple(f"{place}.png" for place in places)
-    batch = Batch(latents, {"told": told}, torch.ones(len(places)), None, names, tuple(places))
+    batch = TrainingBatch(latents, {"told": told}, torch.ones(len(places)), None, names, tuple(places))
     return replace(batch, **changes)
 
 
@@ -73,12 +73,12 @@ def seeded(number: int) -> torch.Generator:
     return torch.Generator().manual_seed(100 + number)
 
 
-def vector(one: Differentiator) -> Tensor:
+def vector(one: GradientAccumulator) -> Tensor:
     """The gradient as it lies in the parameters."""
     return torch.cat([p.grad.flatten().clone() for _, p in one.learner.named_parameters()])  # type: ignore[union-attr]
 
 
-def step_of(batches: Sequence[Batch | None], split: int = 1, **options: Any) -> tuple[Gradient, Tensor]:
+def step_of(batches: Sequence[TrainingBatch | None], split: int = 1, **options: Any) -> tuple[StepGradient, Tensor]:
     one = differentiator(**options)
     one.split = split
     return one.gradient(batches, step=3), vector(one)
@@ -96,7 +96,7 @@ def slow(places: Sequence[int], step: int = 3) -> tuple[float, Tensor]:
     return sum(losses) / len(losses), torch.stack(gradients).mean(0)
 
 
-def cut(places: Sequence[int], sizes: Sequence[int]) -> list[Batch]:
+def cut(places: Sequence[int], sizes: Sequence[int]) -> list[TrainingBatch]:
     """The places in groups of these sizes, going round, until all are there."""
     batches, begin, turn = [], 0, 0
     while begin < len(places):
@@ -174,7 +174,7 @@ def test_the_samples_whose_loss_is_not_finite_are_named():
     assert not gradient.finite
     assert gradient.bad == ("2.png",)
     assert gradient.names == ("4.png", "0.png", "1.png", "2.png", "3.png")
-    assert one.alone(gradient.batches, 3) == ("2.png",)
+    assert one.find_nonfinite_samples(gradient.batches, 3) == ("2.png",)
 
 
 class Root0(torch.autograd.Function):
@@ -197,13 +197,13 @@ def test_a_sample_with_a_bad_gradient_alone_is_found_by_trying_each():
     one.learner.denoiser = lambda x, s, told: Root0.apply(plain(x, s, told), told["told"] > 1.15)  # type: ignore[assignment]
     gradient = one.gradient([batch_of([0, 1, 2])], 3)
     assert not gradient.finite and gradient.bad == () and gradient.loss == gradient.loss
-    assert one.alone(gradient.batches, 3) == ("2.png",)
+    assert one.find_nonfinite_samples(gradient.batches, 3) == ("2.png",)
 
 
 def test_good_samples_have_nobody_to_blame():
     one = differentiator()
     gradient = one.gradient([batch_of([0, 1])], 3)
-    assert one.alone(gradient.batches, 3) == ()
+    assert one.find_nonfinite_samples(gradient.batches, 3) == ()
 
 
 def test_parameters_that_nothing_reaches_are_named():
@@ -233,7 +233,7 @@ def test_a_loss_that_no_adapter_has_touched_has_no_gradient():
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def short(one: Differentiator, largest: int, error: BaseException) -> None:
+def short(one: GradientAccumulator, largest: int, error: BaseException) -> None:
     """Let the denoiser fail on more than `largest` samples."""
     plenty = one.learner.denoiser
 
@@ -256,8 +256,8 @@ def test_halved_micro_batches_have_the_same_gradient(count: int, largest: int):
     assert torch.allclose(vector(one), wanted, rtol=1e-4, atol=1e-6)
     assert halved.loss == pytest.approx(gradient.loss, rel=1e-5)
     assert halved.names == gradient.names
-    assert max(map(len, parts_of(batch_of(places), one.split))) <= largest
-    assert one.split == 1 or max(map(len, parts_of(batch_of(places), one.split // 2))) > largest
+    assert max(map(len, split_batch(batch_of(places), one.split))) <= largest
+    assert one.split == 1 or max(map(len, split_batch(batch_of(places), one.split // 2))) > largest
 
 
 def test_a_single_sample_that_does_not_fit_is_an_error_with_a_way_out():

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from finitune.adapters import ALGORITHMS, Magnitude, SiteAdapter, Target, algorithm_of
-from finitune.adapters.dora import norms
-from finitune.adapters.held import row_ratio
-from finitune.adapters.layer import AdaptedLayer, Attached, attach
-from finitune.adapters.new import new_adapter
-from finitune.adapters.single import alone
-from finitune.adapters.weight import adapted_bias, adapted_weight
+from finitune.adapters import ADAPTER_ALGORITHMS, Magnitude, SiteAdapter, Target, find_algorithm
+from finitune.adapters.dora import compute_weight_norms
+from finitune.adapters.layer import AdaptedLayer, AttachedAdapters, attach_adapters
+from finitune.adapters.merged_linear import find_single_adapter
+from finitune.adapters.modules import compute_row_ratio
+from finitune.adapters.new import create_adapter
+from finitune.adapters.weight import compute_adapted_bias, compute_adapted_weight
 from finitune.errors import AdapterError
-from finitune.precision.apply import apply_current
+from finitune.precision.apply import apply_current_scaling
 from tests.adapters_made import Options, random_adapter
 from tests.test_algebra import relative
 
@@ -40,7 +40,7 @@ KINDS: dict[str, dict] = {
     "dora-lokr": {"name": "lokr", "magnitude": "out"},
     **{name: {"name": name} for name in ("lora", "loha", "glora", "full", "ia3", "oft", "boft", "oft_v2", "set")},
 }
-LINEAR_ALGORITHMS = [algorithm.name for algorithm in ALGORITHMS if algorithm.name != "norm"]
+LINEAR_ALGORITHMS = [algorithm.name for algorithm in ADAPTER_ALGORITHMS if algorithm.name != "norm"]
 
 
 def made(kind: str, bias: bool = True, seed: int = 0) -> tuple[nn.Linear, SiteAdapter]:
@@ -71,8 +71,8 @@ def by_merged_weight(layer: AdaptedLayer, x: Tensor, seen: Tensor) -> list[Tenso
     for role, parameter in list(held.named_parameters()):
         setattr(held, role, nn.Parameter(parameter.detach().double()))
     x = x.double().requires_grad_()
-    weight = adapted_weight(base.weight, held.adapter, held.strength)
-    bias = adapted_bias(base.bias, held.adapter, held.strength)
+    weight = compute_adapted_weight(base.weight, held.adapter, held.strength)
+    bias = compute_adapted_bias(base.bias, held.adapter, held.strength)
     y = nn.functional.linear(x, weight, bias)
     (y * seen).sum().backward()
     return [y.detach(), x.grad, *(p.grad for p in held.parameters())]
@@ -86,7 +86,7 @@ def test_one_product_has_the_results_and_gradients_of_the_merged_weight(kind: st
     if bias:
         adapter = adapter.with_tensors(diff_b=torch.randn(OUT))
     layer, x, seen = AdaptedLayer(base, [(adapter, strength)], trainable=True), rows(), torch.randn(3, 40, OUT)
-    assert alone(layer.held, x, base) is not None
+    assert find_single_adapter(layer.held, x, base) is not None
     found, wanted = backward(layer, x, seen), by_merged_weight(layer, x, seen)
     assert len(found) == len(wanted) > 2
     assert all(relative(a, b) < 2e-6 for a, b in zip(found, wanted, strict=True))
@@ -103,7 +103,7 @@ def test_few_rows_or_a_watched_base_take_the_factors_to_the_same_end(kind: str):
     assert calls == [1]
     handle.remove()
     few, seen = rows(2), torch.randn(3, 2, OUT)
-    assert alone(layer.held, few, base) is None
+    assert find_single_adapter(layer.held, few, base) is None
     found, wanted = backward(layer, few, seen), by_merged_weight(layer, few, seen)
     assert all(relative(a, b) < 2e-6 for a, b in zip(found, wanted, strict=True))
 
@@ -111,21 +111,21 @@ def test_few_rows_or_a_watched_base_take_the_factors_to_the_same_end(kind: str):
 def test_one_product_is_for_what_is_trained_alone_in_fp32():
     base, adapter = made("lora")
     trained, x = AdaptedLayer(base, [(adapter, 1.0)], trainable=True), rows()
-    assert alone(trained.held, x, base) is not None
-    assert alone(AdaptedLayer(base, [(adapter, 1.0)]).held, x, base) is None
-    assert alone(AdaptedLayer(base, [(adapter, 1.0)] * 2, trainable=True).held, x, base) is None
-    assert alone(trained.held, x.double(), base) is None
+    assert find_single_adapter(trained.held, x, base) is not None
+    assert find_single_adapter(AdaptedLayer(base, [(adapter, 1.0)]).held, x, base) is None
+    assert find_single_adapter(AdaptedLayer(base, [(adapter, 1.0)] * 2, trainable=True).held, x, base) is None
+    assert find_single_adapter(trained.held, x.double(), base) is None
     with torch.no_grad():
-        assert alone(trained.held, x, base) is None
+        assert find_single_adapter(trained.held, x, base) is None
     for other in (copy.deepcopy(base).bfloat16(), copy.deepcopy(base).requires_grad_()):
-        assert alone(trained.held, x, other) is None
+        assert find_single_adapter(trained.held, x, other) is None
 
 
 @settings(deadline=None, max_examples=25)
 @given(st.sampled_from(["lora", *LOKR]), st.integers(1, 9), st.integers(0, 9))
 def test_gradients_by_the_factors_are_those_of_the_change(kind: str, count: int, seed: int):
     base, adapter = made(kind, seed=seed)
-    algorithm = algorithm_of(adapter.algorithm)
+    algorithm = find_algorithm(adapter.algorithm)
     wide = adapter.with_tensors(**{r: t.double().requires_grad_() for r, t in adapter.tensors.items()})
     x, grad = (torch.randn(count, n, dtype=torch.float64) for n in (INTO, OUT))
     delta = algorithm.delta(wide, base.weight.double())
@@ -146,13 +146,13 @@ def test_row_norms_without_the_weight_are_exact_and_so_are_their_gradients(shape
     base[3:5] = 0
     tensors = {role: t.double() for role, t in adapter.tensors.items()}
     tensors["up"][3] = 0  # an empty row: its norm is 0, and the gradient a number
-    algorithm, roles = algorithm_of("lora"), list(tensors)
+    algorithm, roles = find_algorithm("lora"), list(tensors)
 
     def row_norms(*values: Tensor) -> Tensor:
         return algorithm.row_norms(adapter.with_tensors(**dict(zip(roles, values, strict=True))), base)
 
     inputs = [t.requires_grad_() for t in tensors.values()]
-    dense = norms(base + algorithm.delta(adapter.with_tensors(**tensors), base), "out").flatten()
+    dense = compute_weight_norms(base + algorithm.delta(adapter.with_tensors(**tensors), base), "out").flatten()
     assert relative(row_norms(*inputs), dense) < 1e-14 and not row_norms(*inputs)[3].any()
     gradients = torch.autograd.grad(row_norms(*inputs).sum(), inputs)
     wanted = torch.autograd.grad(dense.sum(), inputs)
@@ -187,27 +187,27 @@ def test_the_norm_is_part_of_the_gradient_where_peft_holds_it_constant():
 def test_a_new_adapter_changes_no_bit(name: str, dora: bool):
     layer = nn.Linear(INTO, OUT, bias=False).requires_grad_(False)
     target, generator = Target(layer.weight, rank=4, alpha=2.0), torch.Generator().manual_seed(0)
-    if dora and not algorithm_of(name).additive:
+    if dora and not find_algorithm(name).additive:
         with pytest.raises(AdapterError) as caught:
-            new_adapter(target, name, generator, dora)
+            create_adapter(target, name, generator, dora)
         assert caught.value.code == "ADAPTER-DORA"
         return
-    adapter = new_adapter(target, name, generator, dora)
+    adapter = create_adapter(target, name, generator, dora)
     assert (adapter.magnitude is not None) == dora
     adapted, x = AdaptedLayer(layer, [(adapter, 1.0)], trainable=True), rows()
     assert torch.equal(adapted(x), layer(x))
     with torch.no_grad():
         assert torch.equal(adapted(x), layer(x))
     if dora:
-        assert torch.equal(row_ratio(adapted.adapter, layer), torch.ones(OUT))
+        assert torch.equal(compute_row_ratio(adapted.adapter, layer), torch.ones(OUT))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_new_dora_divides_by_its_own_norms_exactly(seed: int):
     torch.manual_seed(seed)
     for make in (nn.Linear(37, 53), nn.Conv2d(5, 7, 3), nn.Linear(300, 200).bfloat16()):
-        adapter = new_adapter(Target(make.weight), "lora", torch.Generator().manual_seed(0), dora=True)
-        assert torch.equal(row_ratio(adapter, make), torch.ones(make.weight.shape[0]))
+        adapter = create_adapter(Target(make.weight), "lora", torch.Generator().manual_seed(0), dora=True)
+        assert torch.equal(compute_row_ratio(adapter, make), torch.ones(make.weight.shape[0]))
 
 
 def small_model() -> nn.Module:
@@ -218,7 +218,7 @@ def small_model() -> nn.Module:
 def new_adapters(model: nn.Module, name: str, dora: bool = False) -> dict[str, SiteAdapter]:
     generator = torch.Generator().manual_seed(0)
     return {
-        site: new_adapter(Target(model.get_submodule(site).weight, 4, 4.0), name, generator, dora)
+        site: create_adapter(Target(model.get_submodule(site).weight, 4, 4.0), name, generator, dora)
         for site in ("0", "2")
     }
 
@@ -230,8 +230,8 @@ def test_every_algorithm_trains_under_checkpointing(name: str, precision: str):
     adapters = new_adapters(model, "lora" if name == "dora" else name, dora=name == "dora")
     if precision == "bf16":
         model, x = model.bfloat16(), x.bfloat16()
-    applied = apply_current(model).module if precision == "current half" else model
-    attached = attach(applied, adapters, trainable=True)
+    applied = apply_current_scaling(model).module if precision == "current half" else model
+    attached = attach_adapters(applied, adapters, trainable=True)
     optimiser = torch.optim.AdamW(attached.parameters(), lr=1e-2)
     x = x.requires_grad_()
     for _ in range(2):
@@ -261,22 +261,22 @@ def test_nothing_as_large_as_the_weight_is_kept_but_what_a_product_reads(kind: s
 
 def test_names_are_modules_and_roles_in_the_order_of_the_parameters():
     model = small_model()
-    attached = attach(model, new_adapters(model, "lora", dora=True), trainable=True)
+    attached = attach_adapters(model, new_adapters(model, "lora", dora=True), trainable=True)
     names, parameters = zip(*attached.named_parameters(), strict=True)
     assert names == ("0.down", "0.up", "0.magnitude", "2.down", "2.up", "2.magnitude")
     assert all(a is b for a, b in zip(parameters, attached.parameters(), strict=True))
     attached.detach()
     pair = [(new_adapters(model, "lora")["0"], 1.0)] * 2
-    several = attach(model, {"0": pair}, trainable=True)
+    several = attach_adapters(model, {"0": pair}, trainable=True)
     assert [name for name, _ in several.named_parameters()] == ["0.0.down", "0.0.up", "0.1.down", "0.1.up"]
     with pytest.raises(AdapterError) as caught:
         several.adapters()
     assert caught.value.code == "ADAPTER-STATE" and caught.value.subject == "0"
 
 
-def trained() -> Attached:
+def trained() -> AttachedAdapters:
     model = small_model()
-    attached = attach(model, new_adapters(model, "lora", dora=True), trainable=True)
+    attached = attach_adapters(model, new_adapters(model, "lora", dora=True), trainable=True)
     with torch.no_grad():
         for parameter in attached.parameters():
             parameter.add_(torch.randn(parameter.shape))

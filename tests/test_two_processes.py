@@ -16,16 +16,17 @@ import psutil
 import pytest
 import torch
 
-from finitune.config.read import dump
-from finitune.datasets.items import Batch
-from finitune.datasets.loader import Loader
+from finitune.config.read import dump_config
+from finitune.datasets.items import TrainingBatch
+from finitune.datasets.loader import BatchLoader
 from finitune.errors import FileError, FinituneError
 from finitune.files.tensorfile import TensorFile
-from finitune.journeys import training, verify_resume
 from finitune.numerics.compare import ulp_distance
 from finitune.training import events
 from finitune.training.loop import Trainer
-from finitune.training.ranks import Ranks
+from finitune.training.ranks import ProcessRanks
+from finitune.verbs import verify_resume
+from finitune.verbs.train import prepare
 from tests.together import Done, environment, free_port, launched
 from tests.training_made import Outcome, Playground, a_model_that_is_read_once, pico, put_pictures
 
@@ -66,7 +67,7 @@ class Watch:
         self.harm: Callable[[Trainer], None] | None = None
 
     def put_on(self) -> None:
-        gradient, prepare = Trainer.gradient, Loader.prepare
+        gradient, prepare = Trainer.gradient, BatchLoader.prepare
 
         def watched(trainer: Trainer, step: int) -> Any:
             load = trainer.run.load
@@ -82,14 +83,14 @@ class Watch:
             self.made.append(int(str(made.figures["latents_made"])))
             return made
 
-        Trainer.gradient, Loader.prepare = watched, counted  # type: ignore[method-assign]
+        Trainer.gradient, BatchLoader.prepare = watched, counted  # type: ignore[method-assign]
 
 
 def poison(trainer: Trainer) -> None:
     """The first picture that this process loads has become NaN."""
     load = trainer.run.load
 
-    def poisoned(*arguments: Any) -> Batch | None:
+    def poisoned(*arguments: Any) -> TrainingBatch | None:
         batch = load(*arguments)
         assert batch is not None
         batch.latents[0].fill_(float("nan"))
@@ -107,7 +108,7 @@ def drift(trainer: Trainer) -> None:
 def lose(trainer: Trainer) -> None:
     """A picture can no longer be read in this process."""
 
-    def lost(*_: Any) -> Batch | None:
+    def lost(*_: Any) -> TrainingBatch | None:
         raise FileError("a picture is gone", code="PICTURE-GONE", subject="a.png")
 
     trainer.run.load = lost  # type: ignore[assignment]
@@ -117,19 +118,19 @@ def told(outcome: Outcome) -> dict[str, Any]:
     """What a process knows of a training, as JSON."""
     return {
         "codes": [finding.code for finding in outcome.report.findings if finding.level.value != "note"],
-        "steps": [[one.step, one.loss, one.taken] for one in outcome.of(events.Stepped)],
+        "steps": [[one.step, one.loss, one.taken] for one in outcome.of(events.StepTaken)],
         "made": outcome.report.figures["latents_made"],
-        "reason": outcome.reason if outcome.of(events.Finished) else "",
+        "reason": outcome.reason if outcome.of(events.TrainingFinished) else "",
     }
 
 
 def train_together(place: Path) -> dict[str, Any]:
     """All that the second process has to take part in; the last training fails in it."""
-    training.load_model = lambda _: copy.deepcopy(pico())
+    prepare.load_model = lambda _: copy.deepcopy(pico())
     playground, watch, answer = Playground(place, place / "cache"), Watch(), dict[str, Any]()
     watch.put_on()
     try:
-        with Ranks.joined("cpu") as ranks:
+        with ProcessRanks.open_process_group("cpu") as ranks:
             for name in KINDS:
                 watch.names.clear()
                 answer[name] = told(trained(playground, name, f"{name}-2", 2)) | {"names": list(watch.names)}
@@ -145,18 +146,18 @@ def train_together(place: Path) -> dict[str, Any]:
             watch.harm = lose
             for _ in trainer_events(playground):
                 pass
-    except training.Stopped as stopped:
+    except prepare.TrainingStopped as stopped:
         assert isinstance(stopped.__cause__, FinituneError)
         answer["end"] = [stopped.__cause__.code, stopped.__cause__.evidence]
     return answer
 
 
-def trainer_events(playground: Playground) -> Iterator[events.Event]:
+def trainer_events(playground: Playground) -> Iterator[events.TrainingEvent]:
     """A training whose errors come out."""
-    from finitune.journeys.train import events_of
     from finitune.report import Report
+    from finitune.verbs.train import iter_train_events
 
-    return events_of(playground.config(saving={"output_dir": str(playground.folder / "lost")}), Report("train"))
+    return iter_train_events(playground.config(saving={"output_dir": str(playground.folder / "lost")}), Report("train"))
 
 
 @pytest.fixture(name="one_thread", scope="module")
@@ -172,7 +173,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
     place = tmp_path_factory.mktemp("two")
     put_pictures(place / "pictures")
     playground = Playground(place, place / "cache")
-    (place / "verify.toml").write_text(dump(playground.config(training={"gradient_accumulation_steps": 2})))
+    (place / "verify.toml").write_text(dump_config(playground.config(training={"gradient_accumulation_steps": 2})))
     done = launched(train_together, place)
     assert [one.code for one in done] == [0, 0], done
     return place, done
@@ -184,7 +185,9 @@ def test_two_processes_give_the_adapter_of_one(name: str, done: tuple[Path, list
     """Bit for bit, after one step and after several, the last of an epoch short: sums have one order."""
     place, processes = done
     alone = trained(Playground(place, tmp_path), name, f"{name}-1", 1)
-    assert [one.loss for one in alone.of(events.Stepped)] == [loss for _, loss, _ in processes[0].answer[name]["steps"]]
+    assert [one.loss for one in alone.of(events.StepTaken)] == [
+        loss for _, loss, _ in processes[0].answer[name]["steps"]
+    ]
     for file in ("made-step00000001.safetensors", "made.safetensors"):
         one, two = (TensorFile(place / f"{name}-{world}" / file) for world in (1, 2))
         assert set(one) == set(two)
@@ -243,7 +246,7 @@ def test_torchrun_prints_one_report_and_ctrl_c_on_one_process_saves(tmp_path: Pa
     playground = Playground(tmp_path, tmp_path / "cache")
     put_pictures(playground.pictures)
     config = tmp_path / "train.toml"
-    config.write_text(dump(playground.config(training={"max_train_steps": 100_000, "train_batch_size": 1})))
+    config.write_text(dump_config(playground.config(training={"max_train_steps": 100_000, "train_batch_size": 1})))
     launcher = ["torch.distributed.run", "--nproc_per_node", "2", "--master-port", str(free_port())]
     command = [sys.executable, "-m", *launcher, "-m", "finitune", "train", str(config), "--json"]
     with (tmp_path / "err").open("w") as err:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from finitune.cli import main
-from finitune.config.read import dump
-from finitune.journeys.verify_resume import Request, run
+from finitune.config.read import dump_config
 from finitune.report import Report
-from finitune.training.average import Average
-from finitune.training.optimizers import Trained
-from finitune.training.run import Progressing
-from finitune.training.validation import Validation
+from finitune.training.ema import Ema
+from finitune.training.optimizers import OptimizerHandle
+from finitune.training.train_state import TrainState
+from finitune.training.validation import HeldOutValidation
+from finitune.verbs.verify_resume import Request, run
 from tests.training_made import Playground, a_model_that_is_read_once, a_playground, one_cache
 
 __all__ = ["a_model_that_is_read_once", "a_playground", "one_cache"]
@@ -49,7 +49,7 @@ def verified(playground: Playground, sections: dict[str, dict[str, Any]], steps:
     path = playground.folder / "train.toml"
     base = playground.document()
     together = {name: {**base.get(name, {}), **options} for name, options in sections.items()}
-    path.write_text(dump(playground.config(**together)))
+    path.write_text(dump_config(playground.config(**together)))
     return run(Request(config=path, steps=steps))
 
 
@@ -69,7 +69,7 @@ def forget(*_: object) -> None:
 
 @pytest.mark.parametrize(
     ("place", "name", "first"),
-    [(Average, "load_state_dict", "average/sums/"), (Trained, "load_state_dict", "adapter/")],
+    [(Ema, "load_state_dict", "average/sums/"), (OptimizerHandle, "load_state_dict", "adapter/")],
 )
 def test_what_is_not_taken_up_again_is_named(
     place: type, name: str, first: str, playground: Playground, monkeypatch: pytest.MonkeyPatch
@@ -83,7 +83,7 @@ def test_what_is_not_taken_up_again_is_named(
 
 
 def test_a_run_that_begins_anew_proves_nothing(playground: Playground, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Progressing, "load", forget)
+    monkeypatch.setattr(TrainState, "load", forget)
     report = verified(playground, {}, steps=2)
     assert [finding.subject for finding in report.findings] == ["first step"]
     assert report.figures["resumed_at"] == 0 and report.figures["max_difference"] == 0
@@ -98,8 +98,8 @@ def test_only_the_proof_is_left_behind(playground: Playground, monkeypatch: pyte
         "logging": {"log_with": "tensorboard"},
         "training": {"train_batch_size": 2, "max_train_epochs": 50, "cache_dir": None},
     }
-    path.write_text(dump(playground.config(**sections)))
-    monkeypatch.delattr(Validation, "measure")
+    path.write_text(dump_config(playground.config(**sections)))
+    monkeypatch.delattr(HeldOutValidation, "measure")
     assert run(Request(config=path, steps=2, out=out)).ok
     assert sorted(place.name for place in (playground.folder / "run").iterdir()) == ["cache"]
     left = {place.relative_to(out).parts for place in out.rglob("*") if place.is_dir()}
@@ -109,7 +109,7 @@ def test_only_the_proof_is_left_behind(playground: Playground, monkeypatch: pyte
 
 def test_errors_are_told(playground: Playground, capsys: pytest.CaptureFixture[str]) -> None:
     path = playground.folder / "train.toml"
-    path.write_text(dump(playground.config()))
+    path.write_text(dump_config(playground.config()))
     assert main(["verify-resume", str(path), "--steps", "1", "--json"]) == 2
     assert '"RESUME-STEPS-TOO-FEW"' in capsys.readouterr().out
     for picture in playground.pictures.iterdir():

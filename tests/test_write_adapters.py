@@ -13,40 +13,40 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.adapters import ALGORITHMS, algorithm_of
+from finitune.adapters import ADAPTER_ALGORITHMS, find_algorithm
 from finitune.adapters.convert import Exactness
 from finitune.adapters.core import AdapterSet, Magnitude, SiteAdapter, Target
-from finitune.adapters.difference import change_error
-from finitune.adapters.narrow import narrowed
+from finitune.adapters.difference import compute_change_error
+from finitune.adapters.narrow import narrow_adapter
 from finitune.errors import AdapterError, NumericsError, UsageError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors, write_text
-from finitune.models import MODELS
-from finitune.namings.core import Answers, Reading
-from finitune.namings.fuse import fuse, swap_halves
-from finitune.namings.peft_config import lora_config
+from finitune.models import MODEL_FAMILIES
+from finitune.namings.core import AmbiguityOptions, ParsedAdapter
+from finitune.namings.fuse import fuse_site_adapters, swap_site_adapter_halves
+from finitune.namings.peft_config import build_lora_config
 from finitune.namings.read import read_adapter
-from finitune.namings.write import WRITABLE, Written, write_adapter
+from finitune.namings.write import WRITABLE_SPELLINGS, AdapterFileContent, write_adapter
 
-FAMILIES = {family.name: family for family in MODELS}
+FAMILIES = {family.name: family for family in MODEL_FAMILIES}
 ANIMA, FLUX, SDXL = FAMILIES["anima"], FAMILIES["flux"], FAMILIES["sdxl"]
-IN_KOHYA = tuple(a.name for a in ALGORITHMS if a.name not in ("norm", "set", "oft_v2", "tlora"))
+IN_KOHYA = tuple(a.name for a in ADAPTER_ALGORITHMS if a.name not in ("norm", "set", "oft_v2", "tlora"))
 Q = "transformer.transformer_blocks.0.attn1.to_q"
 FLUX_QKV = tuple(f"transformer.transformer_blocks.0.attn.to_{part}" for part in "qkv")
 
 
 def random_site(name: str, shape: tuple[int, ...], seed: int = 0, alpha: float | None = 3.0, **options) -> SiteAdapter:
     generator = torch.Generator().manual_seed(seed)
-    site = algorithm_of(name).init(Target(torch.randn(shape, generator=generator), 2, alpha, options), generator)
+    site = find_algorithm(name).init(Target(torch.randn(shape, generator=generator), 2, alpha, options), generator)
     return replace(site, tensors={r: torch.randn(t.shape, generator=generator) for r, t in site.tensors.items()})
 
 
-def read_back(written: Written, family, folder: Path) -> Reading:
+def read_back(written: AdapterFileContent, family, folder: Path) -> ParsedAdapter:
     path = folder / "adapter_model.safetensors"
     save_tensors(path, written.tensors, written.metadata)
     if written.config is not None:
         write_text(folder / "adapter_config.json", json.dumps(written.config))
-    reading = read_adapter(TensorFile(path), family, answers=Answers(glora_order="new"))
+    reading = read_adapter(TensorFile(path), family, answers=AmbiguityOptions(glora_order="new"))
     assert not reading.unmatched
     assert not [finding for finding in reading.findings if finding.level.value == "error"]
     return reading
@@ -55,7 +55,7 @@ def read_back(written: Written, family, folder: Path) -> Reading:
 def demand_same(adapter: AdapterSet, other: AdapterSet, bits: bool = True) -> None:
     assert set(adapter) == set(other)
     for site, one in adapter.sites.items():
-        assert change_error(other[site], one) <= (0.0 if bits else 1e-6), site
+        assert compute_change_error(other[site], one) <= (0.0 if bits else 1e-6), site
         if bits:
             assert other[site].tensors.keys() == one.tensors.keys()
             assert all(torch.equal(other[site].tensors[role], tensor) for role, tensor in one.tensors.items())
@@ -72,7 +72,7 @@ def some_sites(family, one_component: bool) -> list[str]:
 @settings(deadline=None, max_examples=15)
 @given(
     family=st.sampled_from(sorted(FAMILIES)),
-    spelling=st.sampled_from(WRITABLE),
+    spelling=st.sampled_from(WRITABLE_SPELLINGS),
     algorithm=st.sampled_from(IN_KOHYA),
     chosen=st.lists(st.integers(0, 999), min_size=1, max_size=4),
     alpha=st.sampled_from([None, 0.5, 3.0]),
@@ -101,7 +101,7 @@ def test_what_is_written_reads_back(family, spelling, algorithm, chosen, alpha, 
         demand_same(adapter, read_back(written, family, Path(folder)).adapter)
 
 
-@pytest.mark.parametrize("spelling", WRITABLE)
+@pytest.mark.parametrize("spelling", WRITABLE_SPELLINGS)
 def test_alpha_and_magnitudes_stay_fp32(spelling):
     site = replace(random_site("lora", (6, 4), alpha=27.7128), magnitude=Magnitude(torch.rand(6)))
     written = write_adapter(AdapterSet({Q: site}), ANIMA, spelling, dtype=torch.bfloat16)
@@ -114,7 +114,7 @@ def test_alpha_and_magnitudes_stay_fp32(spelling):
     assert all(tensor.ndim == 0 for key, tensor in dtypes.items() if key == "alpha")
 
 
-@pytest.mark.parametrize("spelling", WRITABLE)
+@pytest.mark.parametrize("spelling", WRITABLE_SPELLINGS)
 def test_names_are_those_of_the_program_key_01(spelling):
     keys = set(write_adapter(AdapterSet({Q: random_site("lora", (6, 4))}), ANIMA, spelling).tensors)
     stems = {
@@ -131,14 +131,14 @@ def test_a_missing_alpha_is_the_rank_never_one_scl_01(tmp_path):
     site = random_site("lora", (32, 32), alpha=None)
     written = write_adapter(AdapterSet({Q: site}), ANIMA, "kohya")
     assert float(written.tensors["lora_unet_blocks_0_self_attn_q_proj.alpha"]) == 2.0
-    assert change_error(read_back(written, ANIMA, tmp_path).adapter[Q], site) == 0
+    assert compute_change_error(read_back(written, ANIMA, tmp_path).adapter[Q], site) == 0
 
 
-@pytest.mark.parametrize("spelling", WRITABLE)
+@pytest.mark.parametrize("spelling", WRITABLE_SPELLINGS)
 def test_rslora_keeps_its_strength_scl_04(spelling, tmp_path):
     site = replace(random_site("lora", (6, 4), alpha=16.0), rank_stabilised=True)
     written = write_adapter(AdapterSet({Q: site}), ANIMA, spelling)
-    assert change_error(read_back(written, ANIMA, tmp_path).adapter[Q], site) < 1e-6
+    assert compute_change_error(read_back(written, ANIMA, tmp_path).adapter[Q], site) < 1e-6
     if spelling == "kohya":
         alpha = float(written.tensors["lora_unet_blocks_0_self_attn_q_proj.alpha"])
         assert alpha == pytest.approx(16 * math.sqrt(2))
@@ -149,12 +149,12 @@ def test_an_alpha_that_programs_read_differently_is_folded_in(alpha, tmp_path):
     site = random_site("lora", (6, 4), alpha=alpha)
     written = write_adapter(AdapterSet({Q: site}), ANIMA, "kohya")
     assert written.klass is Exactness.EXACT
-    assert change_error(read_back(written, ANIMA, tmp_path).adapter[Q], site) == 0
+    assert compute_change_error(read_back(written, ANIMA, tmp_path).adapter[Q], site) == 0
 
 
 def test_mixed_rules_of_scale_become_one():
     plain, root = random_site("lora", (6, 4)), replace(random_site("lora", (6, 4)), rank_stabilised=True)
-    config = lora_config({"a": plain, "b": root, "c": plain}, ANIMA)
+    config = build_lora_config({"a": plain, "b": root, "c": plain}, ANIMA)
     assert config["use_rslora"] is False
     assert config["lora_alpha"] == 3.0
     assert config["alpha_pattern"] == {"^b": pytest.approx(3 * math.sqrt(2))}
@@ -193,7 +193,7 @@ def test_parts_of_their_own_are_fused_exactly_scl_03(name, alphas, tmp_path):
     if alphas == (3.0, 3.0, 3.0):
         assert float(written.tensors["lora_unet_double_blocks_0_img_attn_qkv.alpha"]) == 9.0
     back = read_back(written, FLUX, tmp_path).adapter
-    assert {algorithm_of(name).rank(one) for one in back.sites.values()} == {6}
+    assert {find_algorithm(name).rank(one) for one in back.sites.values()} == {6}
     demand_same(AdapterSet(sites), back, bits=False)
 
 
@@ -213,8 +213,8 @@ def test_lokr_parts_of_one_are_stacked_and_others_refused(tmp_path):
 def test_a_part_that_is_left_alone_stays_so(name, tmp_path):
     sites = {FLUX_QKV[0]: random_site(name, (8, 8))}
     back = read_back(write_adapter(AdapterSet(sites), FLUX, "kohya"), FLUX, tmp_path).adapter
-    assert change_error(back[FLUX_QKV[0]], sites[FLUX_QKV[0]]) == 0
-    assert all(change_error(back.sites.get(site), None) == 0 for site in FLUX_QKV[1:])
+    assert compute_change_error(back[FLUX_QKV[0]], sites[FLUX_QKV[0]]) == 0
+    assert all(compute_change_error(back.sites.get(site), None) == 0 for site in FLUX_QKV[1:])
 
 
 def test_the_rows_of_a_missing_part_must_be_known():
@@ -246,21 +246,21 @@ def test_magnitudes_are_stacked_with_their_rows_scl_07(tmp_path):
 @given(name=st.sampled_from(("lora", "loha", "lokr", "full", "oft")), seed=st.integers(0, 9))
 def test_swapping_halves_twice_is_the_identity_and_once_swaps_the_change(name, seed):
     site = random_site(name, (8, 4), seed)
-    swapped = swap_halves(site)
-    assert change_error(swap_halves(swapped), site) == 0
+    swapped = swap_site_adapter_halves(site)
+    assert compute_change_error(swap_site_adapter_halves(swapped), site) == 0
     base = torch.randn(8, 4, dtype=torch.float64)
-    upper, lower = algorithm_of(name).delta(site, base).chunk(2)
+    upper, lower = find_algorithm(name).delta(site, base).chunk(2)
     turned = torch.cat(base.chunk(2)[::-1])
-    assert torch.allclose(algorithm_of(name).delta(swapped, turned), torch.cat([lower, upper]))
+    assert torch.allclose(find_algorithm(name).delta(swapped, turned), torch.cat([lower, upper]))
 
 
 def test_fusing_is_the_change_of_the_rows_whatever_the_algorithm():
     base = torch.zeros(16, 6, dtype=torch.float64)
     for name in ("lora", "loha", "full"):
         parts = [random_site(name, (10, 6), 1, 2.0), random_site(name, (6, 6), 2, 5.0)]
-        deltas = [algorithm_of(name).delta(part, base[:rows]) for part, rows in zip(parts, (10, 6), strict=True)]
-        fused = fuse(parts, (10, 6)).adapter
-        assert torch.allclose(algorithm_of(name).delta(fused, base), torch.cat(deltas), atol=1e-6)
+        deltas = [find_algorithm(name).delta(part, base[:rows]) for part, rows in zip(parts, (10, 6), strict=True)]
+        fused = fuse_site_adapters(parts, (10, 6)).adapter
+        assert torch.allclose(find_algorithm(name).delta(fused, base), torch.cat(deltas), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -315,14 +315,14 @@ def test_small_numbers_are_balanced_before_they_sink_to_zero_scl_05(scale, dtype
     site = SiteAdapter("lora", {"up": up, "down": down}, 4.0)
     lost = int((up.to(dtype) == 0).sum()) / up.numel()
     assert (lost > 0.2) is (dtype == torch.float16)
-    small = narrowed(site, dtype)
+    small = narrow_adapter(site, dtype)
     assert small.flushed == 0
     assert small.error < (1e-2 if dtype == torch.bfloat16 else 2e-3)
 
 
 def test_what_balancing_cannot_save_is_counted():
     site = SiteAdapter("full", {"diff": torch.tensor([[1e-9, 1.0], [1.0, 0.0]])})
-    small = narrowed(site, torch.float16)
+    small = narrow_adapter(site, torch.float16)
     assert (small.flushed, small.nonzero) == (1, 3)
 
 
@@ -332,7 +332,7 @@ def test_numbers_beyond_the_dtype_are_refused_or_balanced():
         write_adapter(AdapterSet({Q: site}), ANIMA, "kohya", dtype=torch.float16)
     assert caught.value.code == "NARROW-OVERFLOW" and Q.split(".")[-2] not in caught.value.subject.split(": ")[1]
     lora = SiteAdapter("lora", {"up": torch.full((2, 1), 1e5), "down": torch.full((1, 2), 1e-5)}, 1.0)
-    assert narrowed(lora, torch.float16).error < 1e-2
+    assert narrow_adapter(lora, torch.float16).error < 1e-2
     lokr = replace(random_site("lokr", (8, 8)), alpha=1e5)
     written = write_adapter(AdapterSet({Q: lokr}), ANIMA, "kohya", dtype=torch.float16)
     assert all(torch.isfinite(tensor).all() for tensor in written.tensors.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from finitune.models.pico import scale_stream_
-from finitune.precision.planner import Call
+from finitune.precision.planner import RecordedCall
 
 
 def cosmos(stream_exponent: int = 0, layers: int = 2):
@@ -28,11 +28,11 @@ def cosmos(stream_exponent: int = 0, layers: int = 2):
     return model.bfloat16().eval().requires_grad_(False)
 
 
-def cosmos_calls(count: int = 3) -> list[Call]:
+def cosmos_calls(count: int = 3) -> list[RecordedCall]:
     """Calls of `cosmos` with fixed noise at `count` times."""
     generator = torch.Generator().manual_seed(0)
     return [
-        Call(
+        RecordedCall(
             (),
             {
                 "hidden_states": torch.randn(1, 16, 1, 8, 8, generator=generator),

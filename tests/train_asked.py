@@ -19,12 +19,12 @@ import pytest
 import tomlkit
 
 from finitune.cli import main
-from finitune.journeys import training
-from finitune.journeys.model import ModelChoice
 from finitune.models.anima.load import AnimaParts
+from finitune.verbs.shared.model import ModelChoice
+from finitune.verbs.train import prepare
 from tests.training_made import pico, put_pictures
 
-REAL_LOAD = training.load_model
+REAL_LOAD = prepare.load_model
 TWO_MODULES = [r"blocks\.0\.mlp\..*"]
 READ: list[ModelChoice] = []
 """The models that were asked for since the last command began."""
@@ -154,7 +154,7 @@ def pico_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         READ.append(choice)
         return copy.deepcopy(pico()) if choice.model == "pico-anima" else REAL_LOAD(choice)
 
-    monkeypatch.setattr(training, "load_model", load)
+    monkeypatch.setattr(prepare, "load_model", load)
 
 
 @pytest.fixture(name="entries", scope="session")

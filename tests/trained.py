@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from finitune.adapters import AdapterSet, SiteAdapter, Target, algorithm_of
-from finitune.adapters.layer import attach
+from finitune.adapters import AdapterSet, SiteAdapter, Target, find_algorithm
+from finitune.adapters.layer import attach_adapters
 from finitune.files.writer import save_tensors
-from finitune.generation.draw import draw, recorded
-from finitune.generation.precisions import in_precision
-from finitune.generation.settings import Settings
+from finitune.generation.draw import draw_picture_batch, record_component_calls
+from finitune.generation.precisions import open_in_precision
+from finitune.generation.settings import PictureSettings
 from finitune.models.anima import ANIMA
 from finitune.models.anima.load import AnimaParts
 from finitune.namings.write import write_adapter
@@ -29,7 +29,7 @@ def trained_adapter(parts: AnimaParts, algorithm: str, steps: int = 6, rate: flo
     root: nn.Module = parts.transformer.float().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     sites = {
-        name: algorithm_of(algorithm).init(
+        name: find_algorithm(algorithm).init(
             Target(module.weight, RANK, ALPHA, OPTIONS.get(algorithm, {})),
             generator,  # type: ignore[arg-type]
         )
@@ -37,7 +37,7 @@ def trained_adapter(parts: AnimaParts, algorithm: str, steps: int = 6, rate: flo
         if name.startswith("transformer_blocks.") and name.endswith(SITES)
     }
     with torch.enable_grad():
-        attached = attach(root, sites, trainable=True)
+        attached = attach_adapters(root, sites, trainable=True)
         optimiser = torch.optim.AdamW(attached.parameters(), lr=rate)
         for step in range(steps):
             call, velocity = calls[step % len(calls)], wanted[step % len(calls)]
@@ -55,8 +55,8 @@ def lesson(parts: AnimaParts):
     """The denoiser's calls for one prompt, and its answers for another."""
     recordings = []
     for prompt in (FROM, TO):
-        with in_precision(parts, "fp32") as running, recorded(running) as recording:
-            draw(running, [Settings(prompt=prompt, steps=3, cfg=1.0, width=64, height=64)])
+        with open_in_precision(parts, "fp32") as running, record_component_calls(running) as recording:
+            draw_picture_batch(running, [PictureSettings(prompt=prompt, steps=3, cfg=1.0, width=64, height=64)])
         recordings.append(recording)
     return recordings[0].calls["transformer"], recordings[1].outputs["transformer"]
 

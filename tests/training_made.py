@@ -13,29 +13,29 @@ from typing import Any, TypeVar
 
 import pytest
 
-from finitune.config.read import validate
+from finitune.config.read import validate_config
 from finitune.config.schema import TrainConfig
 from finitune.errors import FinituneError
-from finitune.journeys import train, training
-from finitune.journeys.train import Request, events_of
-from finitune.journeys.training import Prepared, Stopped
 from finitune.models.anima.load import AnimaParts, load_folder
-from finitune.models.pico import folder
+from finitune.models.pico import get_pico_folder
 from finitune.report import Finding, Report
 from finitune.training import events
+from finitune.verbs import train
+from finitune.verbs.train import Request, iter_train_events, prepare
+from finitune.verbs.train.prepare import PreparedRun, TrainingStopped
 
 PICTURES = Path(__file__).parents[1] / "examples" / "emoji_style" / "pictures"
 COUNT = 8
 FEW_BLOCKS = [r"blocks\.[04]\.(self_attn|mlp)\..*"]
 """Twelve modules of two blocks."""
 FEW = {"only_patterns": FEW_BLOCKS}
-Kind = TypeVar("Kind", bound=events.Event)
+Kind = TypeVar("Kind", bound=events.TrainingEvent)
 
 
 @cache
 def pico() -> AnimaParts:
     """pico-anima as it is stored, read once; only copies of it may be changed."""
-    return load_folder(folder())
+    return load_folder(get_pico_folder())
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Outcome:
     """A training that is over."""
 
     report: Report
-    events: list[events.Event]
+    events: list[events.TrainingEvent]
 
     def of(self, kind: type[Kind]) -> list[Kind]:
         """The events of one kind."""
@@ -61,22 +61,22 @@ class Outcome:
     @property
     def losses(self) -> list[float]:
         """The loss of each step."""
-        return [step.loss for step in self.of(events.Stepped)]
+        return [step.loss for step in self.of(events.StepTaken)]
 
     @property
     def validation(self) -> list[float]:
         """The validation losses: before the first step, ..., at the end."""
-        return [measured.loss for measured in self.of(events.Validated)]
+        return [measured.loss for measured in self.of(events.ValidationMeasured)]
 
     @property
     def paths(self) -> dict[str, Path]:
         """The files of the end."""
-        return dict(self.of(events.Finished)[-1].paths)
+        return dict(self.of(events.TrainingFinished)[-1].paths)
 
     @property
     def reason(self) -> str:
         """Why it ended."""
-        return self.of(events.Finished)[-1].reason
+        return self.of(events.TrainingFinished)[-1].reason
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Playground:
 
     def config(self, **sections: Any) -> TrainConfig:
         """The configuration of `document`."""
-        return validate(self.document(**sections))[0]
+        return validate_config(self.document(**sections))[0]
 
     def train(self, stop: Callable[[], bool] = bool, asked: Request | None = None, **sections: Any) -> Outcome:
         """Train by a configuration with these sections."""
@@ -120,8 +120,8 @@ def trained(config: TrainConfig, stop: Callable[[], bool] = bool, asked: Request
     """Train; an error ends in the report, as the journey's own `run` has it."""
     outcome = Outcome(Report("train"), [])
     try:
-        outcome.events.extend(events_of(config, outcome.report, request=asked, stop=stop))
-    except Stopped:
+        outcome.events.extend(iter_train_events(config, outcome.report, request=asked, stop=stop))
+    except TrainingStopped:
         pass
     except FinituneError as error:
         outcome.report.fail(error)
@@ -146,23 +146,23 @@ def a_model_that_is_read_once(monkeypatch: pytest.MonkeyPatch) -> Callable[[], A
         given.append(copy.deepcopy(pico()))
         return given[-1]
 
-    monkeypatch.setattr(training, "load_model", load)
+    monkeypatch.setattr(prepare, "load_model", load)
     return lambda: given[-1]
 
 
 @pytest.fixture(name="meddle")
-def meddling_with_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Prepared], None]], None]:
+def meddling_with_runs(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[PreparedRun], None]], None]:
     """`meddle(change)`: every training from now on is changed before it runs."""
-    original = training.prepared
+    original = prepare.open_prepared_run
 
-    def arrange(change: Callable[[Prepared], None]) -> None:
+    def arrange(change: Callable[[PreparedRun], None]) -> None:
         @contextmanager
-        def meddled(*args: Any, **options: Any) -> Iterator[Prepared]:
+        def meddled(*args: Any, **options: Any) -> Iterator[PreparedRun]:
             with original(*args, **options) as ready:
                 change(ready)
                 yield ready
 
-        monkeypatch.setattr(train, "prepared", meddled)
+        monkeypatch.setattr(train, "open_prepared_run", meddled)
 
     return arrange
 

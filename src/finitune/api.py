@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finitune.adapters.layer import attach as adapters_on
+from finitune.adapters.layer import attach_adapters as adapters_on
 from finitune.errors import UsageError
-from finitune.generation.planning import calibrate, plan_model
-from finitune.generation.precisions import in_precision
-from finitune.generation.settings import Settings
-from finitune.merging.adapterfile import Model, open_adapter
+from finitune.generation.planning import calibrate_model, make_model_plan
+from finitune.generation.precisions import open_in_precision
+from finitune.generation.settings import PictureSettings
+from finitune.merging.adapterfile import TargetModel, open_adapter
 from finitune.models.anima import ANIMA
-from finitune.models.anima.load import AnimaParts, parts_of
+from finitune.models.anima.load import AnimaParts, extract_pipeline_parts
 from finitune.precision.plan import PrecisionPlan
 from finitune.report import Level, Report
 
 if TYPE_CHECKING:
     from finitune.config.schema import TrainConfig
-    from finitune.training.events import Event
+    from finitune.training.events import TrainingEvent
 
 
 def plan(
@@ -38,24 +38,25 @@ def plan(
     where the model is not finite in fp32 either.
 
     >>> import finitune as ft
-    >>> from finitune.models.anima.load import load_folder, pipeline
-    >>> from finitune.models.pico import folder
-    >>> pipe = pipeline(load_folder(folder()))
+    >>> from finitune.models.anima.load import load_folder, build_anima_pipeline
+    >>> from finitune.models.pico import get_pico_folder
+    >>> pipe = build_anima_pipeline(load_folder(get_pico_folder()))
     >>> plan = ft.plan(pipe, ["red apple"], steps=2, size=(64, 64))
     >>> plan.components["transformer"].lines[0].out
     'fp32'
     """
     width, height = size or (pipe.default_width, pipe.default_height)
     pictures = [
-        Settings(prompt=prompt, steps=steps, seed=i, width=width, height=height) for i, prompt in enumerate(prompts)
+        PictureSettings(prompt=prompt, steps=steps, seed=i, width=width, height=height)
+        for i, prompt in enumerate(prompts)
     ]
-    parts = parts_of(pipe)
-    calls, _ = calibrate(parts, pictures)
-    return plan_model(parts, type(pipe).__name__, calls, headroom_bits)
+    parts = extract_pipeline_parts(pipe)
+    calls, _ = calibrate_model(parts, pictures)
+    return make_model_plan(parts, type(pipe).__name__, calls, headroom_bits)
 
 
 @dataclass
-class InForce:
+class PipelinePatch:
     """A pipeline with a plan or an adapter on; `undo`, or the end of a `with` block, restores its modules and bits."""
 
     pipe: Any
@@ -72,41 +73,41 @@ class InForce:
         self.undo()
 
 
-def apply(pipe: Any, plan: PrecisionPlan) -> InForce:
+def apply(pipe: Any, plan: PrecisionPlan) -> PipelinePatch:
     """Put a plan in force on a diffusers AnimaModularPipeline; raises PlanError for a plan of another checkpoint.
 
     On a CPU the products have the tensor core's meaning while the plan is in force.
 
     >>> import finitune as ft
-    >>> from finitune.models.anima.load import load_folder, pipeline
-    >>> from finitune.models.pico import folder, plan_file
-    >>> pipe = pipeline(load_folder(folder()))
-    >>> with ft.apply(pipe, ft.PrecisionPlan.load(plan_file())) as pipe:
+    >>> from finitune.models.anima.load import load_folder, build_anima_pipeline
+    >>> from finitune.models.pico import get_pico_folder, get_pico_plan_path
+    >>> pipe = build_anima_pipeline(load_folder(get_pico_folder()))
+    >>> with ft.apply(pipe, ft.PrecisionPlan.load(get_pico_plan_path())) as pipe:
     ...     image = pipe(prompt="red apple", num_inference_steps=2, width=64, height=64).get("images")[0]
     >>> image.size
     (64, 64)
     """
-    parts: AnimaParts = parts_of(pipe)
+    parts: AnimaParts = extract_pipeline_parts(pipe)
     plan.check_fingerprint(parts.fingerprint, type(pipe).__name__)
     with ExitStack() as stack:
-        running = stack.enter_context(in_precision(parts, "planned-half", plan))
+        running = stack.enter_context(open_in_precision(parts, "planned-half", plan))
         stack.callback(pipe.update_components, **{name: getattr(parts, name) for name in running.modules})
         pipe.update_components(**running.modules)
-        return InForce(pipe, stack.pop_all())
+        return PipelinePatch(pipe, stack.pop_all())
 
 
-def attach(pipe: Any, file: str | Path, strength: float = 1.0) -> InForce:
+def attach(pipe: Any, file: str | Path, strength: float = 1.0) -> PipelinePatch:
     """Put an adapter file, of any spelling, on the layers of a diffusers AnimaModularPipeline.
 
     Raises FileError or AdapterError for a file that cannot be used, or does not fit; nothing is changed then. With a
     plan, apply the plan first: `ft.apply(pipe, plan)`, then `ft.attach(pipe, "style.safetensors", 0.8)`.
     """
     with ExitStack() as stack:
-        source = open_adapter(Path(file), Report("attach"), Model.loaded(ANIMA, pipe))
+        source = open_adapter(Path(file), Report("attach"), TargetModel.loaded(ANIMA, pipe))
         for component in ANIMA.adapters.components:
             sites = source.reading.adapter.component(component.name)
             stack.enter_context(adapters_on(getattr(pipe, component.name), sites, strength))
-        return InForce(pipe, stack.pop_all())
+        return PipelinePatch(pipe, stack.pop_all())
 
 
 class Training:
@@ -116,13 +117,13 @@ class Training:
         self.config = config
         self.report = Report("train")
 
-    def __iter__(self) -> Iterator[Event]:
-        from finitune.journeys.train import events_of
-        from finitune.journeys.training import Stopped
+    def __iter__(self) -> Iterator[TrainingEvent]:
+        from finitune.verbs.train import iter_train_events
+        from finitune.verbs.train.prepare import TrainingStopped
 
         try:
-            yield from events_of(self.config, self.report)
-        except Stopped as stopped:
+            yield from iter_train_events(self.config, self.report)
+        except TrainingStopped as stopped:
             errors = [finding for finding in self.report.findings if finding.level is Level.ERROR]
             raise UsageError(
                 f"the training was refused before its first step: {errors[0].message}",
@@ -148,8 +149,8 @@ def train(config: str | Path | Mapping[str, Any]) -> Training:
     >>> training.config.network.network_dim
     16
     """
-    from finitune.config.read import read_config, validate
+    from finitune.config.read import read_train_config, validate_config
 
     if isinstance(config, (str, Path)):
-        return Training(read_config(Path(config)).config)
-    return Training(validate(config, "the configuration")[0])
+        return Training(read_train_config(Path(config)).config)
+    return Training(validate_config(config, "the configuration")[0])

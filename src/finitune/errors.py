@@ -65,7 +65,7 @@ class PlanError(FinituneError):
     """A precision plan cannot be read, or belongs to another checkpoint."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def suggest_nearest_name(name: str, known: Iterable[str]) -> str:
     """' Did you mean ...?' for the known name nearest to `name`, or '' where none is near."""
     from rapidfuzz import process
 

@@ -1,4 +1,4 @@
-"""How far a long verb is: the protocol that journeys speak, and its silent form."""
+"""How far a long verb is: the protocol that verbs speak, and its silent form."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Progress(Protocol):
         ...
 
 
-class Silent:
+class SilentProgress:
     """The progress that nobody watches."""
 
     def start(self, name: str, total: int | None) -> None:

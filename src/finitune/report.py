@@ -84,7 +84,7 @@ class Report:
                 "code": f.code,
                 "subject": f.subject,
                 "message": f.message,
-                "evidence": plain(f.evidence),
+                "evidence": to_json_value(f.evidence),
                 "remedy": f.remedy,
             }
             for f in self.findings
@@ -93,7 +93,7 @@ class Report:
             "verb": self.verb,
             "ok": self.ok,
             "findings": findings,
-            "figures": plain(self.figures),
+            "figures": to_json_value(self.figures),
             "artifacts": dict(self.artifacts),
         }
 
@@ -111,12 +111,12 @@ class Table:
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
 
-def plain(value: object) -> object:
+def to_json_value(value: object) -> object:
     """`value` as JSON can hold it: paths and non-finite numbers become text."""
     if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
+        return [to_json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Path):

@@ -10,9 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Shape, SiteAdapter, Target, shapes_of, wrong_shapes
-from finitune.adapters.oft import OFT, turned
-from finitune.adapters.rotation import block_size, demand_rescale, generators, turn, with_rescale
+from finitune.adapters.core import Shape, SiteAdapter, Target, get_factor_shapes, make_shapes_error
+from finitune.adapters.oft import OFT, count_turned_outputs
+from finitune.adapters.rotation import (
+    apply_rescale,
+    choose_block_size,
+    compute_cayley_turn,
+    compute_skew_generators,
+    require_rescale_fit,
+)
 
 
 class BOFT(OFT):
@@ -26,10 +32,10 @@ class BOFT(OFT):
     settings = ("constraint",)
 
     def shape(self, adapter: SiteAdapter) -> Shape | None:
-        blocks = shapes_of(adapter)["blocks"]
+        blocks = get_factor_shapes(adapter)["blocks"]
         if len(blocks) != 4 or blocks[2] != blocks[3] or blocks[2] % 2 or blocks[1] % 2 ** (blocks[0] - 1):
-            raise wrong_shapes(self, adapter, f"blocks {list(blocks)} are not m stages of a butterfly")
-        demand_rescale(self, adapter, turned(adapter))
+            raise make_shapes_error(self, adapter, f"blocks {list(blocks)} are not m stages of a butterfly")
+        require_rescale_fit(self, adapter, count_turned_outputs(adapter))
         return None
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
@@ -39,20 +45,20 @@ class BOFT(OFT):
         """
         out = target.shape[0]
         sizes = [out >> k for k in range(out.bit_length()) if out % 2 ** (k + 1) == 0]
-        size = block_size(self, target, out, sorted(sizes), target.rank)
+        size = choose_block_size(self, target, out, sorted(sizes), target.rank)
         count = out // size
         return self.unturned(target, torch.zeros(count.bit_length(), count, size, size))
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
-        steps = turn(generators(adapter, base.dtype))
+        steps = compute_cayley_turn(compute_skew_generators(adapter, base.dtype))
         rows = base.flatten(1)
         change = torch.zeros_like(rows)
         for stage, step in enumerate(steps):
-            change = change + stirred(step, rows + change, 2**stage * step.shape[-1] // 2)
-        return with_rescale(adapter, change.view(base.shape), base)
+            change = change + apply_butterfly_stage(step, rows + change, 2**stage * step.shape[-1] // 2)
+        return apply_rescale(adapter, change.view(base.shape), base)
 
 
-def stirred(blocks: Tensor, rows: Tensor, apart: int) -> Tensor:
+def apply_butterfly_stage(blocks: Tensor, rows: Tensor, apart: int) -> Tensor:
     """`blocks` (n, b, b) over `rows` (n * b, c), each block over pairs of rows that lie `apart` from each other."""
     count, size, _ = blocks.shape
     paired = rows.view(-1, 2, apart, rows.shape[1]).transpose(1, 2).reshape(count, size, -1)

@@ -14,17 +14,23 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from finitune.adapters import algorithm_of
-from finitune.adapters.core import Shape, SiteAdapter, Tensors
-from finitune.adapters.loha import HALVES
-from finitune.adapters.lokr import factor, stretch_of, trimmed
-from finitune.adapters.lowrank import Factors, Spectrum, demand_finite, svd_delta, truncate
-from finitune.adapters.weight import weight_delta
+from finitune.adapters import find_algorithm
+from finitune.adapters.core import Shape, SiteAdapter, TensorsByRole
+from finitune.adapters.loha import FACTOR_NUMBERS
+from finitune.adapters.lokr import compute_lokr_factor, get_row_range, trim_to_row_range
+from finitune.adapters.lowrank import (
+    Spectrum,
+    TruncatedFactors,
+    decompose_delta,
+    require_finite_matrices,
+    truncate_factors,
+)
+from finitune.adapters.weight import compute_weight_delta
 from finitune.errors import AdapterError
 
-ROUNDING = 2.0**-22
+EXACT_CONVERSION_TOLERANCE = 2.0**-22
 """The relative error that fp32 factors make anyway: below it a conversion counts as exact."""
-NOISE = 2.0**-45
+_SINGULAR_VALUE_NOISE = 2.0**-45
 """Singular values under this share of the largest are the rounding of fp64: of a factor of low rank, most are."""
 
 
@@ -49,7 +55,7 @@ class Exactness(str, Enum):
 
 
 @dataclass(frozen=True)
-class Converted:
+class ConvertedAdapter:
     """A converted adapter, what kind of conversion it was, and the relative Frobenius error of its change."""
 
     adapter: SiteAdapter
@@ -57,7 +63,7 @@ class Converted:
     error: float = 0.0
 
 
-def as_lora(
+def convert_adapter_to_lora(
     adapter: SiteAdapter,
     base_shape: Shape | None = None,
     rank: int | None = None,
@@ -65,7 +71,7 @@ def as_lora(
     bias: Tensor | None = None,
     *,
     without_magnitude: bool = False,
-) -> Converted:
+) -> ConvertedAdapter:
     """The adapter as a LoRA of at most `rank`, or of the least rank that is exact; a magnitude (DoRA) goes with it.
 
     `base_shape` is (out, in, *kernel), needed where the tensors do not tell a kernel. New factors are fp32, balanced,
@@ -73,22 +79,27 @@ def as_lora(
     does a DoRA `without_magnitude`, a LoRA of all that it changes. Raises AdapterError (CONVERT-IMPOSSIBLE) without it,
     and for what is no change of a matrix.
     """
-    algorithm = algorithm_of(adapter.algorithm)
+    algorithm = find_algorithm(adapter.algorithm)
     folded = without_magnitude and adapter.magnitude is not None
-    if not folded and adapter.algorithm == "lora" and "mid" not in adapter.tensors and holds(adapter, rank):
-        return Converted(adapter, Exactness.LOSSLESS)
+    if (
+        not folded
+        and adapter.algorithm == "lora"
+        and "mid" not in adapter.tensors
+        and is_rank_sufficient(adapter, rank)
+    ):
+        return ConvertedAdapter(adapter, Exactness.LOSSLESS)
     shape = tuple(base.shape) if base is not None else base_shape or algorithm.shape(adapter)
     if adapter.algorithm == "full" and "diff" not in adapter.tensors:
-        return Converted(adapter, Exactness.LOSSLESS)  # a bias alone: spelled the same beside every algorithm
+        return ConvertedAdapter(adapter, Exactness.LOSSLESS)  # a bias alone: spelled the same beside every algorithm
     on_base = folded or not algorithm.additive
     if on_base and base is None and (shape is None or len(shape) > 1):
-        raise without_base(adapter)
+        raise make_base_needed_error(adapter)
     if shape is None or len(shape) < 2:
-        raise impossible(adapter, "it does not change a matrix", "Keep its algorithm: leave out --as.")
+        raise make_no_lora_error(adapter, "it does not change a matrix", "Keep its algorithm: leave out --as.")
     if on_base and base is not None:
-        up, down, cut = svd_delta(weight_delta(base, adapter).flatten(1), rank=rank)
+        up, down, cut = decompose_delta(compute_weight_delta(base, adapter).flatten(1), rank=rank)
     else:
-        up, down, cut = factors(adapter, shape, rank)
+        up, down, cut = compute_lora_factors(adapter, shape, rank)
     tensors = {"up": up.reshape(*up.shape, *[1] * len(shape[2:])), "down": down.reshape(-1, *shape[1:])}
     change = None if bias is None or algorithm.additive else algorithm.bias_delta(adapter, bias)
     if change is not None:
@@ -99,29 +110,29 @@ def as_lora(
         tensors["up_bias"] = adapter.tensors["up_bias"].float() * algorithm.scale(adapter)
     lora = SiteAdapter("lora", tensors, float(cut.rank), magnitude=None if folded else adapter.magnitude)
     exact = Exactness.EXACT if adapter.algorithm == "lora" and not folded else Exactness.GROWING
-    return Converted(lora, exact if cut.error <= ROUNDING else Exactness.LOSSY, cut.error)
+    return ConvertedAdapter(lora, exact if cut.error <= EXACT_CONVERSION_TOLERANCE else Exactness.LOSSY, cut.error)
 
 
-def holds(adapter: SiteAdapter, rank: int | None) -> bool:
+def is_rank_sufficient(adapter: SiteAdapter, rank: int | None) -> bool:
     """Whether a LoRA of `rank` (None: any) is as large as this one."""
-    own = algorithm_of(adapter.algorithm).rank(adapter)
+    own = find_algorithm(adapter.algorithm).rank(adapter)
     return rank is None or own is None or rank >= own
 
 
-def factors(adapter: SiteAdapter, shape: Shape, rank: int | None) -> Factors:
+def compute_lora_factors(adapter: SiteAdapter, shape: Shape, rank: int | None) -> TruncatedFactors:
     """Balanced fp32 factors (out, r) and (r, in * kernel) of an additive change, magnitude left out."""
-    algorithm = algorithm_of(adapter.algorithm)
+    algorithm = find_algorithm(adapter.algorithm)
     scale = algorithm.scale(adapter)
     if adapter.algorithm == "lokr":
-        return kron_factors(adapter, scale, rank)
-    if adapter.algorithm in THIN:
-        up, down = THIN[adapter.algorithm](adapter)
-        return truncate(scale * up, down, rank=rank)
+        return compute_lokr_lora_factors(adapter, scale, rank)
+    if adapter.algorithm in _MATRICES_BY_ALGORITHM:
+        up, down = _MATRICES_BY_ALGORITHM[adapter.algorithm](adapter)
+        return truncate_factors(scale * up, down, rank=rank)
     dense = algorithm.delta(replace(adapter, magnitude=None), torch.zeros(shape, dtype=torch.float64))
-    return svd_delta(dense.flatten(1), rank=rank)
+    return decompose_delta(dense.flatten(1), rank=rank)
 
 
-def thin_lora(adapter: SiteAdapter) -> tuple[Tensor, Tensor]:
+def to_lora_matrices(adapter: SiteAdapter) -> tuple[Tensor, Tensor]:
     """fp64 (out, r) and (r, in * kernel) of a LoRA; a core goes into the second."""
     up, down = (adapter.tensors[role].double().flatten(1) for role in ("up", "down"))
     if "mid" in adapter.tensors:
@@ -129,18 +140,18 @@ def thin_lora(adapter: SiteAdapter) -> tuple[Tensor, Tensor]:
     return up, down
 
 
-def thin_loha(adapter: SiteAdapter) -> tuple[Tensor, Tensor]:
+def to_loha_matrices(adapter: SiteAdapter) -> tuple[Tensor, Tensor]:
     """fp64 (out, r * r) and (r * r, in * kernel) of a LoHa.
 
     The row-wise product of the two left factors, and the column-wise product of the right ones:
     (sum_a p_oa q_ai) (sum_b u_ob v_bi) = sum_ab (p_oa u_ob) (q_ai v_bi).
     """
-    (p, q), (u, v) = (half_factors(adapter, half) for half in HALVES)
+    (p, q), (u, v) = (to_loha_half_matrices(adapter, half) for half in FACTOR_NUMBERS)
     up = torch.einsum("o a, o b -> o a b", p, u).flatten(1)
     return up, torch.einsum("a i, b i -> a b i", q, v).flatten(0, 1)
 
 
-def half_factors(adapter: SiteAdapter, half: str) -> tuple[Tensor, Tensor]:
+def to_loha_half_matrices(adapter: SiteAdapter, half: str) -> tuple[Tensor, Tensor]:
     """fp64 (out, r) and (r, in * kernel) of one half of a LoHa; a core goes into the second."""
     a, b = (adapter.tensors[f"w{half}_{side}"].double() for side in "ab")
     core = adapter.tensors.get(f"t{half}")
@@ -149,29 +160,29 @@ def half_factors(adapter: SiteAdapter, half: str) -> tuple[Tensor, Tensor]:
     return a.t(), torch.einsum("p q ..., q i -> p i ...", core.double(), b).flatten(1)
 
 
-THIN = {"lora": thin_lora, "loha": thin_loha}
+_MATRICES_BY_ALGORITHM = {"lora": to_lora_matrices, "loha": to_loha_matrices}
 """Algorithms whose change is a product of thin matrices, and how to get these."""
 
 
-def kron_factors(adapter: SiteAdapter, scale: float, rank: int | None) -> Factors:
+def compute_lokr_lora_factors(adapter: SiteAdapter, scale: float, rank: int | None) -> TruncatedFactors:
     """Balanced fp32 factors of a LoKr's change; of some rows of it, by those rows of the vectors on the left."""
-    tensors, rows = trimmed(adapter)
-    if stretch_of(adapter) is None:
-        return kron_spectrum(tensors, scale, rank).factors(rank, None)
-    whole = kron_spectrum(tensors, scale, None)  # what is largest in some rows need not be in all of them
-    kept = max(1, int((whole.values > NOISE * whole.values[0]).sum()))
-    return truncate((whole.u[:, :kept] * whole.values[:kept])[rows], whole.vh[:kept], rank=rank)
+    tensors, rows = trim_to_row_range(adapter)
+    if get_row_range(adapter) is None:
+        return compute_kronecker_svd(tensors, scale, rank).factors(rank, None)
+    whole = compute_kronecker_svd(tensors, scale, None)  # what is largest in some rows need not be in all of them
+    kept = max(1, int((whole.values > _SINGULAR_VALUE_NOISE * whole.values[0]).sum()))
+    return truncate_factors((whole.u[:, :kept] * whole.values[:kept])[rows], whole.vh[:kept], rank=rank)
 
 
-def kron_spectrum(tensors: Tensors, scale: float, rank: int | None) -> Spectrum:
+def compute_kronecker_svd(tensors: TensorsByRole, scale: float, rank: int | None) -> Spectrum:
     """The largest `rank` singular values of a LoKr's change with their vectors, in fp64, from those of its factors.
 
     The singular values of a Kronecker product are the products of those of the factors, and so are the vectors: no
     matrix larger than a factor is decomposed.
     """
     tensors = {role: tensor.double() for role, tensor in tensors.items()}
-    first, second = (factor(tensors, which).flatten(1) for which in HALVES)
-    demand_finite(first, second)
+    first, second = (compute_lokr_factor(tensors, which).flatten(1) for which in FACTOR_NUMBERS)
+    require_finite_matrices(first, second)
     (u1, s1, vh1), (u2, s2, vh2) = (torch.linalg.svd(m, full_matrices=False) for m in (first, second))
     values, order = torch.sort(abs(scale) * torch.outer(s1, s2).flatten(), descending=True)
     kept = order if rank is None else order[:rank]
@@ -181,9 +192,9 @@ def kron_spectrum(tensors: Tensors, scale: float, rank: int | None) -> Spectrum:
     return Spectrum(u, values[: len(kept)], vh, float(values[len(kept) :].square().sum()))
 
 
-def without_base(adapter: SiteAdapter) -> AdapterError:
+def make_base_needed_error(adapter: SiteAdapter) -> AdapterError:
     """The error for a change that depends on the base weight, where that is not known."""
-    return impossible(
+    return make_no_lora_error(
         adapter,
         "its change depends on the base weight, which is not at hand",
         "Give the model: --model FILE. Or keep its algorithm: leave out --as. Or merge it into the model and extract a "
@@ -191,10 +202,10 @@ def without_base(adapter: SiteAdapter) -> AdapterError:
     )
 
 
-def impossible(adapter: SiteAdapter, why: str, remedy: str) -> AdapterError:
+def make_no_lora_error(adapter: SiteAdapter, why: str, remedy: str) -> AdapterError:
     """The error for an adapter that has no LoRA."""
     return AdapterError(
-        f"a {algorithm_of(adapter.algorithm).title} cannot become a LoRA: {why}",
+        f"a {find_algorithm(adapter.algorithm).title} cannot become a LoRA: {why}",
         code="CONVERT-IMPOSSIBLE",
         evidence={"algorithm": adapter.algorithm, "class": Exactness.IMPOSSIBLE.value},
         remedy=remedy,

@@ -20,8 +20,8 @@ from finitune.adapters.dropout import Dropout
 from finitune.errors import AdapterError
 
 Shape = tuple[int, ...]
-Tensors = Mapping[str, Tensor]
-Side = Literal["out", "in"]
+TensorsByRole = Mapping[str, Tensor]
+MagnitudeSide = Literal["out", "in"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Magnitude:
     """
 
     tensor: Tensor
-    side: Side = "out"
+    side: MagnitudeSide = "out"
     norm_of: Literal["adapted", "base"] = "adapted"
     eps: float = 0.0
 
@@ -49,7 +49,7 @@ class SiteAdapter:
     """
 
     algorithm: str
-    tensors: Tensors
+    tensors: TensorsByRole
     alpha: float | None = None
     rank_stabilised: bool = False
     magnitude: Magnitude | None = None
@@ -98,7 +98,7 @@ class Target:
         return tuple(self.weight.shape)
 
 
-class Products(Protocol):
+class AdapterProducts(Protocol):
     """The products that a layer offers to its adapter: x is fp16 or fp32, results are fp32.
 
     `channels` is the axis of x that holds the channels: -1 for a Linear, 1 for a convolution.
@@ -119,7 +119,7 @@ class Products(Protocol):
         ...
 
 
-class Algorithm(ABC):
+class AdapterAlgorithm(ABC):
     """One way to adapt a weight. `base` is fp32 or fp64 and decides the arithmetic; results have its dtype and shape.
 
     Implementations hold no state: everything is in the SiteAdapter.
@@ -173,7 +173,7 @@ class Algorithm(ABC):
         self,
         adapter: SiteAdapter,
         x: Tensor,
-        products: Products,
+        products: AdapterProducts,
         factor: float = 1.0,
         dropping: Dropout | None = None,
     ) -> Tensor | None:
@@ -211,13 +211,13 @@ class Algorithm(ABC):
         present = set(adapter.tensors)
         missing, extra = self.missing(present), self.extra(present)
         if missing or extra:
-            raise wrong_roles(self, present, missing, extra)
+            raise make_roles_error(self, present, missing, extra)
         implied = self.shape(adapter)
         if implied is not None and shape is not None and not self.fits(adapter, implied, shape):
-            raise does_not_fit(f"{self.title} factors make a weight of", implied, shape)
+            raise make_misfit_error(f"{self.title} factors make a weight of", implied, shape)
         bias = adapter.tensors.get("diff_b")
         if bias is not None and shape is not None and tuple(bias.shape) != shape[:1]:
-            raise does_not_fit("there is a change for a bias of", tuple(bias.shape), shape[:1])
+            raise make_misfit_error("there is a change for a bias of", tuple(bias.shape), shape[:1])
 
     def fits(self, adapter: SiteAdapter, implied: Shape, shape: Shape) -> bool:
         """Whether a weight of the implied shape can be added to one of `shape`."""
@@ -225,25 +225,25 @@ class Algorithm(ABC):
             shape = (shape[0], math.prod(shape[1:]))
         elif self.widens(adapter) and len(implied) > 1 and implied[1] >= shape[1]:
             shape = (shape[0], implied[1], *shape[2:])
-        return same_weight(implied, shape)
+        return is_same_weight_shape(implied, shape)
 
     def widens(self, adapter: SiteAdapter) -> bool:
         """Whether its weight may have more inputs than the model's."""
         return bool(adapter.options.get("reshape")) and not self.flat_kernel
 
 
-def same_weight(a: Shape, b: Shape) -> bool:
+def is_same_weight_shape(a: Shape, b: Shape) -> bool:
     """Whether two weight shapes differ only in trailing kernel axes of length 1: Linear and 1x1 convolution."""
     short, long = sorted((a, b), key=len)
     return long[: len(short)] == short and all(n == 1 for n in long[len(short) :])
 
 
-def shapes_of(adapter: SiteAdapter) -> dict[str, Shape]:
+def get_factor_shapes(adapter: SiteAdapter) -> dict[str, Shape]:
     """The shape of each tensor, by role."""
     return {role: tuple(tensor.shape) for role, tensor in adapter.tensors.items()}
 
 
-def does_not_fit(what: str, implied: Shape, shape: Shape) -> AdapterError:
+def make_misfit_error(what: str, implied: Shape, shape: Shape) -> AdapterError:
     """The error for an adapter on a module of another size."""
     return AdapterError(
         f"{what} {list(implied)}; the model has {list(shape)} there",
@@ -253,7 +253,9 @@ def does_not_fit(what: str, implied: Shape, shape: Shape) -> AdapterError:
     )
 
 
-def wrong_roles(algorithm: Algorithm, present: Set[str], missing: Set[str], extra: Set[str]) -> AdapterError:
+def make_roles_error(
+    algorithm: AdapterAlgorithm, present: Set[str], missing: Set[str], extra: Set[str]
+) -> AdapterError:
     """The error for a site whose tensors are not those of its algorithm."""
     parts = [f"{what} {', '.join(sorted(roles))}" for what, roles in (("lacks", missing), ("has also", extra)) if roles]
     return AdapterError(
@@ -264,9 +266,9 @@ def wrong_roles(algorithm: Algorithm, present: Set[str], missing: Set[str], extr
     )
 
 
-def wrong_shapes(algorithm: Algorithm, adapter: SiteAdapter, why: str) -> AdapterError:
+def make_shapes_error(algorithm: AdapterAlgorithm, adapter: SiteAdapter, why: str) -> AdapterError:
     """The error for tensors whose shapes contradict each other."""
-    shapes = {role: list(shape) for role, shape in shapes_of(adapter).items()}
+    shapes = {role: list(shape) for role, shape in get_factor_shapes(adapter).items()}
     return AdapterError(
         f"the tensors of a {algorithm.title} contradict each other: {why}",
         code="ADAPTER-SHAPES",
@@ -275,7 +277,7 @@ def wrong_shapes(algorithm: Algorithm, adapter: SiteAdapter, why: str) -> Adapte
     )
 
 
-def wrong_magnitude(magnitude: Magnitude, shape: Shape) -> AdapterError:
+def make_magnitude_error(magnitude: Magnitude, shape: Shape) -> AdapterError:
     """The error for DoRA magnitudes that are not one per output, or per input, of the weight."""
     return AdapterError(
         f"{magnitude.tensor.numel()} magnitudes on the {magnitude.side}put side of a weight of {list(shape)}",
@@ -285,7 +287,7 @@ def wrong_magnitude(magnitude: Magnitude, shape: Shape) -> AdapterError:
     )
 
 
-def not_additive(algorithm: Algorithm) -> AdapterError:
+def make_not_additive_error(algorithm: AdapterAlgorithm) -> AdapterError:
     """The error for DoRA magnitudes over an algorithm that they have no meaning for."""
     return AdapterError(
         f"a magnitude (DoRA) over {algorithm.title}, which is not additive, has no meaning",

@@ -7,80 +7,84 @@ import math
 import torch
 from torch import Tensor
 
-from finitune.adapters import algorithm_of
-from finitune.adapters.convert import thin_lora
+from finitune.adapters import find_algorithm
+from finitune.adapters.convert import to_lora_matrices
 from finitune.adapters.core import Magnitude, SiteAdapter
 
 
-def plain_lora(adapter: SiteAdapter) -> bool:
+def is_plain_lora(adapter: SiteAdapter) -> bool:
     """Whether the change is a product of two matrices as stored."""
     return adapter.algorithm == "lora" and "mid" not in adapter.tensors
 
 
-def change_error(adapter: SiteAdapter | None, reference: SiteAdapter | None) -> float:
+def compute_change_error(adapter: SiteAdapter | None, reference: SiteAdapter | None) -> float:
     """The relative Frobenius error of an adapter's change against another's, in fp64; None changes nothing.
 
     The larger of the errors of the additive change (or, for algorithms that depend on the base, of the tensors), the
     bias and the magnitudes. Infinite where the two cannot be compared, or only one of them changes anything.
     """
     if adapter is None or reference is None:
-        silent = [one for one in (adapter, reference) if one is not None and not changes_nothing(one)]
+        silent = [one for one in (adapter, reference) if one is not None and not is_zero_change(one)]
         return math.inf if silent else 0.0
-    a, b = algorithm_of(adapter.algorithm), algorithm_of(reference.algorithm)
-    errors = [bias_error(adapter, reference), magnitude_error(adapter.magnitude, reference.magnitude)]
-    if plain_lora(adapter) and plain_lora(reference):
-        errors.append(product_error(adapter, reference))
+    a, b = find_algorithm(adapter.algorithm), find_algorithm(reference.algorithm)
+    errors = [compute_bias_error(adapter, reference), compute_magnitude_error(adapter.magnitude, reference.magnitude)]
+    if is_plain_lora(adapter) and is_plain_lora(reference):
+        errors.append(compute_product_error(adapter, reference))
     elif a.additive and b.additive:
-        errors.append(0.0 if identical(adapter, reference) else relative(whole(adapter), whole(reference)))
+        errors.append(
+            0.0
+            if is_identical_adapter(adapter, reference)
+            else compute_relative_error(compute_dense_change(adapter), compute_dense_change(reference))
+        )
     elif adapter.algorithm != reference.algorithm or adapter.tensors.keys() != reference.tensors.keys():
         return math.inf
     else:
-        errors += [relative(adapter.tensors[role], tensor) for role, tensor in reference.tensors.items()]
-        errors.append(relative(torch.tensor(a.scale(adapter)), torch.tensor(b.scale(reference))))
+        errors += [compute_relative_error(adapter.tensors[role], tensor) for role, tensor in reference.tensors.items()]
+        errors.append(compute_relative_error(torch.tensor(a.scale(adapter)), torch.tensor(b.scale(reference))))
     return max(errors)
 
 
-def identical(adapter: SiteAdapter, reference: SiteAdapter) -> bool:
+def is_identical_adapter(adapter: SiteAdapter, reference: SiteAdapter) -> bool:
     """Whether two adapters are of one algorithm with the same options and scale, and their tensors are bit for bit."""
     one, other = adapter.tensors, reference.tensors
     if (adapter.algorithm, adapter.options, set(one)) != (reference.algorithm, reference.options, set(other)):
         return False
-    algorithm = algorithm_of(adapter.algorithm)
+    algorithm = find_algorithm(adapter.algorithm)
     alike = all(one[role].dtype == other[role].dtype and torch.equal(one[role], other[role]) for role in one)
     return alike and algorithm.scale(adapter) == algorithm.scale(reference)
 
 
-def product_error(adapter: SiteAdapter, reference: SiteAdapter) -> float:
+def compute_product_error(adapter: SiteAdapter, reference: SiteAdapter) -> float:
     """The relative error of one product of thin matrices against another, without forming either.
 
     |U D - V E| = |[U, -V] [D; E]| = |R_left R_right^T|, by the QR of the tall matrices.
     """
-    (u, d), (v, e) = thin_lora(adapter), thin_lora(reference)
+    (u, d), (v, e) = to_lora_matrices(adapter), to_lora_matrices(reference)
     if (u.shape[0], d.shape[1]) != (v.shape[0], e.shape[1]):
         return math.inf
-    s, t = (algorithm_of("lora").scale(one) for one in (adapter, reference))
+    s, t = (find_algorithm("lora").scale(one) for one in (adapter, reference))
     if u.shape == v.shape and torch.equal(d, e) and torch.equal(s * u, t * v):
         return 0.0
-    norm = product_norm(t * v, e)
-    difference = product_norm(torch.cat([s * u, -t * v], dim=1), torch.cat([d, e]))
+    norm = compute_product_norm(t * v, e)
+    difference = compute_product_norm(torch.cat([s * u, -t * v], dim=1), torch.cat([d, e]))
     return difference / norm if norm else math.inf if difference else 0.0
 
 
-def product_norm(up: Tensor, down: Tensor) -> float:
+def compute_product_norm(up: Tensor, down: Tensor) -> float:
     """The Frobenius norm of up (out, r) @ down (r, in)."""
     return float((torch.linalg.qr(up, mode="r")[1] @ torch.linalg.qr(down.mT, mode="r")[1].mT).norm())
 
 
-def whole(adapter: SiteAdapter) -> Tensor:
+def compute_dense_change(adapter: SiteAdapter) -> Tensor:
     """The additive change as a matrix in fp64, magnitude left out; a single zero for a bias alone."""
-    algorithm = algorithm_of(adapter.algorithm)
+    algorithm = find_algorithm(adapter.algorithm)
     shape = algorithm.shape(adapter)
     if shape is None:
         return torch.zeros(1, dtype=torch.float64)
     return algorithm.delta(adapter, torch.zeros(shape, dtype=torch.float64)).reshape(shape[0], -1)
 
 
-def relative(value: Tensor, reference: Tensor) -> float:
+def compute_relative_error(value: Tensor, reference: Tensor) -> float:
     """|value - reference| / |reference| in fp64: 0 where both are zero, infinite where only the reference is."""
     if value.numel() != reference.numel():
         return math.inf
@@ -89,25 +93,25 @@ def relative(value: Tensor, reference: Tensor) -> float:
     return difference / norm if norm else math.inf if difference else 0.0
 
 
-def bias_error(adapter: SiteAdapter, reference: SiteAdapter) -> float:
+def compute_bias_error(adapter: SiteAdapter, reference: SiteAdapter) -> float:
     """The relative error of the change of the bias."""
-    values = [algorithm_of(one.algorithm).bias_delta(one, None) for one in (adapter, reference)]
+    values = [find_algorithm(one.algorithm).bias_delta(one, None) for one in (adapter, reference)]
     size = next((value.numel() for value in values if value is not None), 0)
     ours, theirs = (torch.zeros(size) if value is None else value for value in values)
-    return relative(ours, theirs)
+    return compute_relative_error(ours, theirs)
 
 
-def magnitude_error(magnitude: Magnitude | None, reference: Magnitude | None) -> float:
+def compute_magnitude_error(magnitude: Magnitude | None, reference: Magnitude | None) -> float:
     """The relative error of DoRA's magnitudes; infinite where their sides or norms are not the same."""
     if magnitude is None or reference is None:
         return 0.0 if magnitude is reference else math.inf
     alike = (magnitude.side, magnitude.norm_of, magnitude.eps) == (reference.side, reference.norm_of, reference.eps)
-    return relative(magnitude.tensor, reference.tensor) if alike else math.inf
+    return compute_relative_error(magnitude.tensor, reference.tensor) if alike else math.inf
 
 
-def changes_nothing(adapter: SiteAdapter) -> bool:
+def is_zero_change(adapter: SiteAdapter) -> bool:
     """Whether an additive adapter without magnitudes is all zeros."""
-    if adapter.magnitude is not None or not algorithm_of(adapter.algorithm).additive:
+    if adapter.magnitude is not None or not find_algorithm(adapter.algorithm).additive:
         return False
-    bias = algorithm_of(adapter.algorithm).bias_delta(adapter, None)
-    return not bool(whole(adapter).any()) and (bias is None or not bool(bias.any()))
+    bias = find_algorithm(adapter.algorithm).bias_delta(adapter, None)
+    return not bool(compute_dense_change(adapter).any()) and (bias is None or not bool(bias.any()))

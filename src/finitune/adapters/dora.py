@@ -12,39 +12,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Magnitude, wrong_magnitude
+from finitune.adapters.core import Magnitude, make_magnitude_error
 
 
-def delta(base: Tensor, additive: Tensor, magnitude: Magnitude) -> Tensor:
+def compute_dora_delta(base: Tensor, additive: Tensor, magnitude: Magnitude) -> Tensor:
     """W(1) - W for `base` (out, in, *kernel) and its additive change, in their dtype, fp32 or fp64."""
     direction = base + additive
-    norm = norms(direction if magnitude.norm_of == "adapted" else base, magnitude.side)
-    return ratio(magnitude, norm, base) * direction - base
+    norm = compute_weight_norms(direction if magnitude.norm_of == "adapted" else base, magnitude.side)
+    return compute_dora_ratio(magnitude, norm, base) * direction - base
 
 
-def ratio(magnitude: Magnitude, norm: Tensor, base: Tensor) -> Tensor:
+def compute_dora_ratio(magnitude: Magnitude, norm: Tensor, base: Tensor) -> Tensor:
     """magnitude / norm, broadcastable to `base`; 1 where the norm is 0: such a row has no direction to scale."""
     empty = norm == 0  # kept out of the division for the gradient's sake
-    return torch.where(empty, 1, as_side(magnitude, base) / torch.where(empty, 1, norm + magnitude.eps))
+    return torch.where(empty, 1, broadcast_magnitude(magnitude, base) / torch.where(empty, 1, norm + magnitude.eps))
 
 
-def norms(weight: Tensor, side: str) -> Tensor:
+def compute_weight_norms(weight: Tensor, side: str) -> Tensor:
     """The Euclidean norms of the rows ("out") or columns ("in", over the kernel too), broadcastable to `weight`."""
     if side == "out":
-        return row_norms(weight).view(-1, *[1] * (weight.ndim - 1))
+        return compute_row_norms(weight).view(-1, *[1] * (weight.ndim - 1))
     return torch.linalg.vector_norm(weight, dim=[d for d in range(weight.ndim) if d != 1], keepdim=True)
 
 
-def row_norms(weight: Tensor) -> Tensor:
+def compute_row_norms(weight: Tensor) -> Tensor:
     """The Euclidean norms (out) of the rows: the one way they are summed, so that equal weights have equal norms."""
     return torch.linalg.vector_norm(weight.flatten(1), dim=1)
 
 
-def as_side(magnitude: Magnitude, base: Tensor) -> Tensor:
+def broadcast_magnitude(magnitude: Magnitude, base: Tensor) -> Tensor:
     """The magnitudes in the dtype of `base`, broadcastable to it; raises AdapterError where their number is wrong."""
     kept = 0 if magnitude.side == "out" else 1
     if magnitude.tensor.numel() != base.shape[kept]:
-        raise wrong_magnitude(magnitude, tuple(base.shape))
+        raise make_magnitude_error(magnitude, tuple(base.shape))
     shape = [1] * base.ndim
     shape[kept] = base.shape[kept]
     return magnitude.tensor.to(base.dtype).reshape(shape)

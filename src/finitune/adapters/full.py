@@ -7,10 +7,10 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Algorithm, Shape, SiteAdapter, Target
+from finitune.adapters.core import AdapterAlgorithm, Shape, SiteAdapter, Target
 
 
-class Full(Algorithm):
+class Full(AdapterAlgorithm):
     """`diff` (out, in, *kernel), `diff_b` (out), or one of them alone; alpha has no meaning."""
 
     name = "full"

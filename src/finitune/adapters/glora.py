@@ -11,10 +11,10 @@ import math
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Algorithm, Shape, SiteAdapter, Target, shapes_of, wrong_shapes
+from finitune.adapters.core import AdapterAlgorithm, Shape, SiteAdapter, Target, get_factor_shapes, make_shapes_error
 
 
-class GLoRA(Algorithm):
+class GLoRA(AdapterAlgorithm):
     """`a1` (in, r), `a2` (r, in), `b1` (out, r), all perhaps with kernels of 1; `b2` (r, in, *kernel)."""
 
     name = "glora"
@@ -26,11 +26,11 @@ class GLoRA(Algorithm):
         return adapter.tensors["a2"].shape[0]
 
     def shape(self, adapter: SiteAdapter) -> Shape:
-        shapes = shapes_of(adapter)
+        shapes = get_factor_shapes(adapter)
         a1, a2, b1, b2 = (shapes[role] for role in ("a1", "a2", "b1", "b2"))
         matrices = all(len(s) >= 2 for s in (a1, a2, b1, b2)) and math.prod(a1[2:] + a2[2:] + b1[2:]) == 1
         if not matrices or not a1[1] == a2[0] == b1[1] == b2[0] or not a1[0] == a2[1] == b2[1]:
-            raise wrong_shapes(self, adapter, "a1 @ a2 is not (in, in), or b1 @ b2 not (out, in), of one rank")
+            raise make_shapes_error(self, adapter, "a1 @ a2 is not (in, in), or b1 @ b2 not (out, in), of one rank")
         return (b1[0], *b2[1:])
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:

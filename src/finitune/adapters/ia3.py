@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Algorithm, Shape, SiteAdapter, Target, does_not_fit
+from finitune.adapters.core import AdapterAlgorithm, Shape, SiteAdapter, Target, make_misfit_error
 
 
-class IA3(Algorithm):
+class IA3(AdapterAlgorithm):
     """`weight`: w, of any shape with one element per channel.
 
     Options: `on_input`; `groups`, those of the convolution.
@@ -32,23 +32,23 @@ class IA3(Algorithm):
         if shape is None:
             return
         on_input, found = bool(adapter.options.get("on_input")), adapter.tensors["weight"].numel()
-        wanted = shape[1] * groups(adapter) if on_input else shape[0]
+        wanted = shape[1] * get_conv_groups(adapter) if on_input else shape[0]
         if found != wanted:
-            raise does_not_fit(f"IA3 factors on the {'in' if on_input else 'out'}put side of", (found,), (wanted,))
+            raise make_misfit_error(f"IA3 factors on the {'in' if on_input else 'out'}put side of", (found,), (wanted,))
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
         out, into, *kernel = target.shape
         kept = {name: target.options[name] for name in ("on_input", "groups") if name in target.options}
         adapter = SiteAdapter(self.name, {}, options=kept)
-        count = into * groups(adapter) if kept.get("on_input") else out
+        count = into * get_conv_groups(adapter) if kept.get("on_input") else out
         return adapter.with_tensors(weight=torch.zeros((1, count, *[1] * len(kernel)) if kernel else count))
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
         weight, kernel = adapter.tensors["weight"].to(base.dtype).flatten(), [1] * (base.ndim - 2)
         if not adapter.options.get("on_input"):
             return base * weight.view(-1, 1, *kernel)
-        by_group = base.unflatten(0, (groups(adapter), -1))  # every group of outputs reads inputs of its own
-        return (by_group * weight.view(groups(adapter), 1, -1, *kernel)).flatten(0, 1)
+        by_group = base.unflatten(0, (get_conv_groups(adapter), -1))  # every group of outputs reads inputs of its own
+        return (by_group * weight.view(get_conv_groups(adapter), 1, -1, *kernel)).flatten(0, 1)
 
     def bias_delta(self, adapter: SiteAdapter, bias: Tensor | None) -> Tensor | None:
         plain = super().bias_delta(adapter, bias)
@@ -58,6 +58,6 @@ class IA3(Algorithm):
         return change if plain is None else change + plain
 
 
-def groups(adapter: SiteAdapter) -> int:
+def get_conv_groups(adapter: SiteAdapter) -> int:
     """The groups of the convolution that is adapted; 1 where none were stated."""
     return int(adapter.options.get("groups", 1))

@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finitune.adapters import algorithm_of
+from finitune.adapters import find_algorithm
 from finitune.adapters.core import SiteAdapter
 from finitune.adapters.dropout import Dropout
-from finitune.adapters.held import HeldAdapter, HeldAdapters, bias_change, wrong_state
-from finitune.adapters.single import adapted_linear, alone
-from finitune.adapters.weight import Strong, combined_weight, weight_delta
-from finitune.errors import AdapterError, did_you_mean
+from finitune.adapters.merged_linear import apply_adapted_linear, find_single_adapter
+from finitune.adapters.modules import AdapterModule, AdapterModuleList, make_adapter_state_error, sum_bias_changes
+from finitune.adapters.weight import WeightedAdapter, combine_adapted_weight, compute_weight_delta
+from finitune.errors import AdapterError, suggest_nearest_name
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONVOLUTION_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 NO_DROPOUT = Dropout()
 
 
@@ -41,18 +41,18 @@ class AdaptedLayer(nn.Module):
     def __init__(
         self,
         base: nn.Module,
-        adapters: Sequence[Strong],
+        adapters: Sequence[WeightedAdapter],
         trainable: bool = False,
         dropout: Dropout = NO_DROPOUT,
     ):
         super().__init__()
-        demand_layer(base)
+        require_adaptable_layer(base)
         weight: Any = base.weight
         for adapter, _ in adapters:
-            demand_fit(adapter, base)
+            require_layer_fit(adapter, base)
         self.base = base
-        held = [HeldAdapter(adapter, strength, trainable, weight.device) for adapter, strength in adapters]
-        self.held = HeldAdapters(held, dropout)
+        held = [AdapterModule(adapter, strength, trainable, weight.device) for adapter, strength in adapters]
+        self.held = AdapterModuleList(held, dropout)
         self.train(base.training)
 
     def __getattr__(self, name: str) -> Any:
@@ -64,9 +64,9 @@ class AdaptedLayer(nn.Module):
             return getattr(self.base, name)
 
     @property
-    def adapters(self) -> list[Strong]:
+    def adapters(self) -> list[WeightedAdapter]:
         """The adapters over the live tensors, each with its strength."""
-        return self.held.strong()
+        return self.held.with_strengths()
 
     @property
     def adapter(self) -> SiteAdapter:
@@ -75,19 +75,19 @@ class AdaptedLayer(nn.Module):
         return adapter
 
     def forward(self, x: Tensor) -> Tensor:
-        trained = alone(self.held, x, self.base)
+        trained = find_single_adapter(self.held, x, self.base)
         if trained is not None:
-            return adapted_linear(x, self.base, *trained)
+            return apply_adapted_linear(x, self.base, *trained)
         y = self.base(x)
         change = self.held(x, self.base, y)
         return y if change is None else (y.float() + change).to(y.dtype)
 
 
-def demand_module(root: nn.Module, known: Mapping[str, nn.Module], name: str) -> nn.Module:
+def require_known_module(root: nn.Module, known: Mapping[str, nn.Module], name: str) -> nn.Module:
     """The module of a name; raises AdapterError (ADAPTER-UNKNOWN-MODULE) where `root` has none."""
     if not name or name not in known:
         raise AdapterError(
-            f"{type(root).__name__} has no module {name!r}.{did_you_mean(name, known)}",
+            f"{type(root).__name__} has no module {name!r}.{suggest_nearest_name(name, known)}",
             code="ADAPTER-UNKNOWN-MODULE",
             subject=name,
             evidence={"modules": len(known)},
@@ -96,14 +96,14 @@ def demand_module(root: nn.Module, known: Mapping[str, nn.Module], name: str) ->
     return known[name]
 
 
-def demand_layer(layer: nn.Module) -> None:
+def require_adaptable_layer(layer: nn.Module) -> None:
     """Raise AdapterError (ADAPTER-LAYER) for a module that is not a plain or planned Linear or convolution."""
     forward = type(layer).forward
     if isinstance(layer, nn.Linear):
         plain = forward is nn.Linear.forward or hasattr(layer, "arithmetic")
         plain = plain and not isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear)
     else:
-        plain = isinstance(layer, CONVOLUTIONS) and forward in [kind.forward for kind in CONVOLUTIONS]
+        plain = isinstance(layer, CONVOLUTION_TYPES) and forward in [kind.forward for kind in CONVOLUTION_TYPES]
     if not plain:
         raise AdapterError(
             f"a {type(layer).__name__} computes more than a Linear or a convolution, or is not called as a module",
@@ -113,16 +113,16 @@ def demand_layer(layer: nn.Module) -> None:
         )
 
 
-def demand_fit(adapter: SiteAdapter, layer: nn.Module) -> None:
+def require_layer_fit(adapter: SiteAdapter, layer: nn.Module) -> None:
     """Raise AdapterError where an adapter does not fit a layer's weight or bias; only shapes are computed."""
     weight: Any = layer.weight
-    algorithm_of(adapter.algorithm).check(adapter, tuple(weight.shape))
+    find_algorithm(adapter.algorithm).check(adapter, tuple(weight.shape))
     empty = replace(
         adapter,
         tensors={role: tensor.to("meta") for role, tensor in adapter.tensors.items()},
         magnitude=adapter.magnitude and replace(adapter.magnitude, tensor=adapter.magnitude.tensor.to("meta")),
     )
-    delta = weight_delta(torch.empty(weight.shape, device="meta"), empty)
+    delta = compute_weight_delta(torch.empty(weight.shape, device="meta"), empty)
     if delta.shape != weight.shape:
         raise AdapterError(
             f"the adapter makes a weight of {list(delta.shape)}; the layer has {list(weight.shape)} and its own inputs",
@@ -133,7 +133,7 @@ def demand_fit(adapter: SiteAdapter, layer: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Attached:
+class AttachedAdapters:
     """Adapters in force on `root`, by module name: `with` it, or take them off with `detach`."""
 
     root: nn.Module
@@ -166,7 +166,7 @@ class Attached:
 
         Raises AdapterError (ADAPTER-STATE) where a layer has several.
         """
-        return {module: held.over(exported) for module, held in self.single().items()}
+        return {module: held.over(copy_to_cpu) for module, held in self.single().items()}
 
     def load(self, adapters: Mapping[str, SiteAdapter]) -> None:
         """Copy tensors into the live ones, in place, for exactly the modules that are attached.
@@ -176,21 +176,23 @@ class Attached:
         """
         held = self.single()
         if missing_or_more := sorted(held.keys() ^ adapters.keys()):
-            raise wrong_state("it is of other modules", modules=missing_or_more[:8], count=len(missing_or_more))
+            raise make_adapter_state_error(
+                "it is of other modules", modules=missing_or_more[:8], count=len(missing_or_more)
+            )
         for module, one in held.items():
             try:
-                one.demand_alike(adapters[module])
+                one.require_alike(adapters[module])
             except AdapterError as error:
                 error.subject = error.subject or module
                 raise
         for module, one in held.items():
             one.load(adapters[module])
 
-    def single(self) -> dict[str, HeldAdapter]:
+    def single(self) -> dict[str, AdapterModule]:
         """What each layer holds; raises AdapterError (ADAPTER-STATE) where that is not one adapter."""
         for module, layer in self.layers.items():
             if len(layer.held) != 1:
-                error = wrong_state("a layer has more than one adapter", adapters=len(layer.held))
+                error = make_adapter_state_error("a layer has more than one adapter", adapters=len(layer.held))
                 error.subject = module
                 raise error
         return {module: next(iter(layer.held)) for module, layer in self.layers.items()}
@@ -213,18 +215,18 @@ class Attached:
         return self.root
 
 
-def exported(tensor: Tensor) -> Tensor:
+def copy_to_cpu(tensor: Tensor) -> Tensor:
     """A copy on the CPU, in fp32 where it is floating."""
     return tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
-def attach(
+def attach_adapters(
     root: nn.Module,
-    adapters: Mapping[str, SiteAdapter | Sequence[Strong]],
+    adapters: Mapping[str, SiteAdapter | Sequence[WeightedAdapter]],
     strength: float = 1.0,
     trainable: bool = False,
     dropout: Dropout = NO_DROPOUT,
-) -> Attached:
+) -> AttachedAdapters:
     """Put adapters on the modules of `root` that `adapters` names, each alone or as (adapter, strength) pairs.
 
     `strength` multiplies all of theirs. Their tensors are copied to fp32; with `trainable` the copies are parameters.
@@ -234,7 +236,7 @@ def attach(
     known = dict(root.named_modules())
     layers: dict[str, AdaptedLayer] = {}
     for name, given in adapters.items():
-        layer = demand_module(root, known, name)
+        layer = require_known_module(root, known, name)
         pairs = [(given, 1.0)] if isinstance(given, SiteAdapter) else given
         try:
             layers[name] = AdaptedLayer(layer, [(a, strength * own) for a, own in pairs], trainable, dropout)
@@ -243,10 +245,10 @@ def attach(
             raise
     for name, layer in layers.items():
         root.set_submodule(name, layer)
-    return Attached(root, layers, {name: layer.base for name, layer in layers.items()})
+    return AttachedAdapters(root, layers, {name: layer.base for name, layer in layers.items()})
 
 
-def merge(root: nn.Module, adapters: Mapping[str, Sequence[Strong]]) -> None:
+def merge_into_weights(root: nn.Module, adapters: Mapping[str, Sequence[WeightedAdapter]]) -> None:
     """Put adapters into the weights of `root`, by module name: summed in fp64 on the base, rounded once to fp32.
 
     Adapted weights are fp32 afterwards, so that no half precision has taken its share yet. Nothing is changed where
@@ -254,19 +256,19 @@ def merge(root: nn.Module, adapters: Mapping[str, Sequence[Strong]]) -> None:
     """
     known = dict(root.named_modules())
     for name, strong in adapters.items():  # everything is looked at before anything is written
-        layer = demand_weight(demand_module(root, known, name), name)
+        layer = require_layer_weight(require_known_module(root, known, name), name)
         for adapter, _ in strong:
-            demand_fit(adapter, layer)
+            require_layer_fit(adapter, layer)
     for name, strong in adapters.items():
         layer: Any = root.get_submodule(name)
-        layer.weight.data = combined_weight(layer.weight.data.double(), list(strong)).float()
-        change = bias_change(layer, [(adapter, strength) for adapter, strength in strong if strength != 0])
+        layer.weight.data = combine_adapted_weight(layer.weight.data.double(), list(strong)).float()
+        change = sum_bias_changes(layer, [(adapter, strength) for adapter, strength in strong if strength != 0])
         if change is not None:
-            demand_bias(layer, name)
+            require_layer_bias(layer, name)
             layer.bias.data = layer.bias.data.float() + change
 
 
-def demand_weight(layer: nn.Module, name: str) -> nn.Module:
+def require_layer_weight(layer: nn.Module, name: str) -> nn.Module:
     """The layer; raises AdapterError (ADAPTER-LAYER) where it has no weight."""
     if getattr(layer, "weight", None) is None:
         raise AdapterError(
@@ -278,7 +280,7 @@ def demand_weight(layer: nn.Module, name: str) -> nn.Module:
     return layer
 
 
-def demand_bias(layer: nn.Module, name: str) -> None:
+def require_layer_bias(layer: nn.Module, name: str) -> None:
     """Raise AdapterError (ADAPTER-BIAS) where an adapter changes a bias that the layer does not have."""
     if layer.bias is None:
         raise AdapterError(

@@ -12,13 +12,21 @@ from collections.abc import Set
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Algorithm, Shape, SiteAdapter, Target, Tensors, shapes_of, wrong_shapes
-from finitune.adapters.lora import rebuild
+from finitune.adapters.core import (
+    AdapterAlgorithm,
+    Shape,
+    SiteAdapter,
+    Target,
+    TensorsByRole,
+    get_factor_shapes,
+    make_shapes_error,
+)
+from finitune.adapters.lora import rebuild_tucker_weight
 
-HALVES = ("1", "2")
+FACTOR_NUMBERS = ("1", "2")
 
 
-class LoHa(Algorithm):
+class LoHa(AdapterAlgorithm):
     """For either half, `w_a` (out, r) and `w_b` (r, in * kernel); or with a core `t` (r, r, *kernel), `w_a` (r, out)
     and `w_b` (r, in).
     """
@@ -37,10 +45,10 @@ class LoHa(Algorithm):
         return adapter.tensors["w1_b"].shape[0]
 
     def shape(self, adapter: SiteAdapter) -> Shape:
-        shapes = shapes_of(adapter)
-        first, second = (low_rank_shape(shapes, half) for half in HALVES)
+        shapes = get_factor_shapes(adapter)
+        first, second = (infer_low_rank_shape(shapes, half) for half in FACTOR_NUMBERS)
         if first is None or first != second or shapes["w1_b"][0] != shapes["w2_b"][0]:
-            raise wrong_shapes(self, adapter, "the halves are not two weights of one shape and rank")
+            raise make_shapes_error(self, adapter, "the halves are not two weights of one shape and rank")
         return first
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
@@ -48,25 +56,25 @@ class LoHa(Algorithm):
         tucker = bool(kernel and target.options.get("use_tucker"))
         a = (rank, out) if tucker else (out, rank)
         b = (rank, into) if tucker else (rank, into * math.prod(kernel))
-        tensors = {"w1_a": noise(a, 0.1, generator), "w1_b": noise(b, 1.0, generator)}
-        tensors |= {"w2_a": torch.zeros(a), "w2_b": noise(b, 1.0, generator)}
+        tensors = {"w1_a": draw_normal_noise(a, 0.1, generator), "w1_b": draw_normal_noise(b, 1.0, generator)}
+        tensors |= {"w2_a": torch.zeros(a), "w2_b": draw_normal_noise(b, 1.0, generator)}
         if tucker:
-            tensors |= {role: noise((rank, rank, *kernel), 0.1, generator) for role in ("t1", "t2")}
+            tensors |= {role: draw_normal_noise((rank, rank, *kernel), 0.1, generator) for role in ("t1", "t2")}
         return SiteAdapter(self.name, tensors, target.alpha)
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
         tensors = {role: tensor.to(base.dtype) for role, tensor in adapter.tensors.items()}
-        first, second = (low_rank(tensors, half).reshape(base.shape) for half in HALVES)
+        first, second = (compute_low_rank_weight(tensors, half).reshape(base.shape) for half in FACTOR_NUMBERS)
         return self.scale(adapter) * (first * second)
 
 
-def low_rank(tensors: Tensors, which: str) -> Tensor:
+def compute_low_rank_weight(tensors: TensorsByRole, which: str) -> Tensor:
     """The weight of the factors w1_a, w1_b and t1, or w2_a, w2_b and t2: (out, in, *kernel), or (out, in * kernel)."""
     a, b, core = tensors[f"w{which}_a"], tensors[f"w{which}_b"], tensors.get(f"t{which}")
-    return a @ b.flatten(1) if core is None else rebuild(core, a.t(), b)
+    return a @ b.flatten(1) if core is None else rebuild_tucker_weight(core, a.t(), b)
 
 
-def low_rank_shape(shapes: dict[str, Shape], which: str) -> Shape | None:
+def infer_low_rank_shape(shapes: dict[str, Shape], which: str) -> Shape | None:
     """The shape of that weight, or None where its factors do not chain."""
     a, b, core = shapes[f"w{which}_a"], shapes[f"w{which}_b"], shapes.get(f"t{which}")
     if len(a) != 2 or len(b) < 2:
@@ -76,6 +84,6 @@ def low_rank_shape(shapes: dict[str, Shape], which: str) -> Shape | None:
     return (a[1], b[1], *core[2:]) if core[:2] == (a[0], b[0]) and len(b) == 2 else None
 
 
-def noise(shape: Shape, std: float, generator: torch.Generator) -> Tensor:
+def draw_normal_noise(shape: Shape, std: float, generator: torch.Generator) -> Tensor:
     """fp32 normal noise around zero."""
     return std * torch.randn(shape, generator=generator)

@@ -18,23 +18,23 @@ import torch
 from torch import Tensor
 
 from finitune.adapters.core import (
-    Algorithm,
-    Products,
+    AdapterAlgorithm,
+    AdapterProducts,
     Shape,
     SiteAdapter,
     Target,
-    Tensors,
-    shapes_of,
-    wrong_shapes,
+    TensorsByRole,
+    get_factor_shapes,
+    make_shapes_error,
 )
 from finitune.adapters.dropout import Dropout
-from finitune.adapters.loha import low_rank, low_rank_shape
+from finitune.adapters.loha import compute_low_rank_weight, infer_low_rank_shape
 
-STRETCH = frozenset({"first_row", "rows"})
+ROW_RANGE_OPTIONS = frozenset({"first_row", "rows"})
 """The options by which an adapter is only some rows of its Kronecker product."""
 
 
-class LoKr(Algorithm):
+class LoKr(AdapterAlgorithm):
     """`w1` (j, m), or `w1_a` (j, r) and `w1_b` (r, m), by `w2` (k, n, *kernel), or `w2_a` (k, r) and
     `w2_b` (r, n * kernel), or `t2` (r, r, *kernel), `w2_a` (r, k) and `w2_b` (r, n): a weight (j * k, m * n, *kernel).
 
@@ -71,18 +71,18 @@ class LoKr(Algorithm):
         return None if stated is None else int(stated)
 
     def shape(self, adapter: SiteAdapter) -> Shape:
-        shapes = shapes_of(adapter)
-        first, second = factor_shape(shapes, "1"), factor_shape(shapes, "2")
+        shapes = get_factor_shapes(adapter)
+        first, second = infer_factor_shape(shapes, "1"), infer_factor_shape(shapes, "2")
         if first is None or second is None or math.prod(first[2:]) != 1:
-            raise wrong_shapes(self, adapter, "they do not chain to two factors")
+            raise make_shapes_error(self, adapter, "they do not chain to two factors")
         rows = first[0] * second[0]
-        begin, end = stretch_of(adapter) or (0, rows)
+        begin, end = get_row_range(adapter) or (0, rows)
         if not 0 <= begin < end <= rows:
-            raise wrong_shapes(self, adapter, f"rows {begin} to {end} are not among the {rows} of their product")
+            raise make_shapes_error(self, adapter, f"rows {begin} to {end} are not among the {rows} of their product")
         return (end - begin, first[1] * second[1], *second[2:])
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
-        tensors = {role: torch.zeros(shape) for role, shape in factor_shapes(target).items()}
+        tensors = {role: torch.zeros(shape) for role, shape in choose_factor_shapes(target).items()}
         zero = "w2" if "w2" in tensors else "w2_b"
         for role, tensor in tensors.items():
             if role != zero:
@@ -90,9 +90,9 @@ class LoKr(Algorithm):
         return SiteAdapter(self.name, tensors, target.alpha)
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
-        needed, rows = trimmed(adapter)
+        needed, rows = trim_to_row_range(adapter)
         tensors = {role: tensor.to(base.dtype) for role, tensor in needed.items()}
-        first, second = factor(tensors, "1"), factor(tensors, "2")
+        first, second = compute_lokr_factor(tensors, "1"), compute_lokr_factor(tensors, "2")
         second = second.reshape(second.shape[0], -1, *base.shape[2:])
         kron = torch.einsum("j m, k n ... -> j k m n ...", first.flatten(1), second)
         return self.scale(adapter) * kron.flatten(0, 1)[rows].reshape(base.shape)
@@ -101,15 +101,15 @@ class LoKr(Algorithm):
         self,
         adapter: SiteAdapter,
         x: Tensor,
-        products: Products,
+        products: AdapterProducts,
         factor: float = 1.0,
         dropping: Dropout | None = None,
     ) -> Tensor | None:
         """For a Linear, with x seen as (..., m, n): w2 along n and w1 along m, the cheaper order; no kron is made."""
         if products.channels != -1:
             return None
-        tensors, rows = trimmed(adapter)
-        along_m, along_n = chain(tensors, "1"), chain(tensors, "2")
+        tensors, rows = trim_to_row_range(adapter)
+        along_m, along_n = list_factor_matrices(tensors, "1"), list_factor_matrices(tensors, "2")
         (j, m), (k, n) = ((weights[-1].shape[0], weights[0].shape[1]) for weights in (along_m, along_n))
         factor *= self.scale(adapter)
         y = x.unflatten(-1, (m, n))
@@ -125,50 +125,53 @@ class LoKr(Algorithm):
     def pull(self, adapter: SiteAdapter, x: Tensor, grad: Tensor) -> Mapping[str, Tensor] | None:
         """With x as (m, rows * n) and grad as (j, rows * k): d w1 = s * (grad w2) x^T, d w2 = s * grad^T (w1 x)."""
         tensors = adapter.tensors
-        if "t2" in tensors or stretch_of(adapter) is not None:
+        if "t2" in tensors or get_row_range(adapter) is not None:
             return None
-        first, second = (factor(tensors, which).flatten(1) for which in ("1", "2"))
+        first, second = (compute_lokr_factor(tensors, which).flatten(1) for which in ("1", "2"))
         (j, m), (k, n) = first.shape, second.shape
         x, grad = (t.view(len(t), a, -1).transpose(0, 1).reshape(a, -1) for t, a in ((x, m), (grad, j)))
         of_first = (grad.view(-1, k) @ second).view(j, -1) @ x.t()
         of_second = grad.view(-1, k).t() @ (first @ x).view(-1, n)
         scale = self.scale(adapter)
-        return {**pulled(tensors, "1", scale * of_first), **pulled(tensors, "2", scale * of_second)}
+        return {
+            **split_factor_gradient(tensors, "1", scale * of_first),
+            **split_factor_gradient(tensors, "2", scale * of_second),
+        }
 
 
-def stretch_of(adapter: SiteAdapter) -> tuple[int, int] | None:
+def get_row_range(adapter: SiteAdapter) -> tuple[int, int] | None:
     """The rows [begin, end) of the Kronecker product that the adapter is; None where it is the whole."""
-    if not adapter.options.keys() & STRETCH:
+    if not adapter.options.keys() & ROW_RANGE_OPTIONS:
         return None
     begin, count = (int(adapter.options.get(option, 0)) for option in ("first_row", "rows"))
     return begin, begin + count
 
 
-def stretched(adapter: SiteAdapter, begin: int, end: int) -> SiteAdapter:
+def restrict_to_rows(adapter: SiteAdapter, begin: int, end: int) -> SiteAdapter:
     """The rows [begin, end) of a whole LoKr, in the same tensors; what belongs to rows beside them is not touched."""
     return replace(adapter, options={**adapter.options, "first_row": begin, "rows": end - begin})
 
 
-def trimmed(adapter: SiteAdapter) -> tuple[Tensors, slice]:
+def trim_to_row_range(adapter: SiteAdapter) -> tuple[TensorsByRole, slice]:
     """The tensors with only those rows of the first factor that the adapter needs, and its rows of their product."""
-    stretch, tensors = stretch_of(adapter), adapter.tensors
+    stretch, tensors = get_row_range(adapter), adapter.tensors
     if stretch is None:
         return tensors, slice(None)
-    (begin, end), height = stretch, block_rows(adapter)
+    (begin, end), height = stretch, count_block_rows(adapter)
     first, last = begin // height, -(-end // height)
     above = first * height
     role = "w1" if "w1" in tensors else "w1_a"
     return {**tensors, role: tensors[role][first:last]}, slice(begin - above, end - above)
 
 
-def block_rows(adapter: SiteAdapter) -> int:
+def count_block_rows(adapter: SiteAdapter) -> int:
     """How many rows of the weight one row of the first factor makes: the rows of the second."""
     if "w2" in adapter.tensors:
         return adapter.tensors["w2"].shape[0]
     return adapter.tensors["w2_a"].shape[1 if "t2" in adapter.tensors else 0]
 
 
-def factorization(dimension: int, factor: int) -> tuple[int, int]:
+def split_dimension(dimension: int, factor: int) -> tuple[int, int]:
     """`dimension` as a product (m, n) with m <= n, m being `factor` where that divides it.
 
     Else m is the largest divisor up to `factor` that the search for the most square pair passes; -1 sets no limit.
@@ -181,11 +184,11 @@ def factorization(dimension: int, factor: int) -> tuple[int, int]:
     return m, dimension // m
 
 
-def factor_shapes(target: Target) -> dict[str, Shape]:
+def choose_factor_shapes(target: Target) -> dict[str, Shape]:
     """The roles and shapes of a new adapter, from the target's options."""
     out, into, *kernel = target.shape
     options, rank = target.options, target.rank
-    (j, k), (m, n) = (factorization(size, int(options.get("factor", -1))) for size in (out, into))
+    (j, k), (m, n) = (split_dimension(size, int(options.get("factor", -1))) for size in (out, into))
     if options.get("unbalanced"):
         j, k = k, j
     full = bool(options.get("full_matrix"))
@@ -199,28 +202,28 @@ def factor_shapes(target: Target) -> dict[str, Shape]:
     return {**shapes, "w2_a": (k, rank), "w2_b": (rank, n * math.prod(kernel))}
 
 
-def factor(tensors: Tensors, which: str) -> Tensor:
+def compute_lokr_factor(tensors: TensorsByRole, which: str) -> Tensor:
     """Factor "1" or "2" in full."""
     full = tensors.get(f"w{which}")
-    return low_rank(tensors, which) if full is None else full
+    return compute_low_rank_weight(tensors, which) if full is None else full
 
 
-def factor_shape(shapes: dict[str, Shape], which: str) -> Shape | None:
+def infer_factor_shape(shapes: dict[str, Shape], which: str) -> Shape | None:
     """The shape of factor "1" or "2", or None where it is no matrix, or its own factors do not chain."""
     full = shapes.get(f"w{which}")
     if full is None:
-        return low_rank_shape(shapes, which)
+        return infer_low_rank_shape(shapes, which)
     return full if len(full) >= 2 else None
 
 
-def chain(tensors: Tensors, which: str) -> list[Tensor]:
+def list_factor_matrices(tensors: TensorsByRole, which: str) -> list[Tensor]:
     """The matrices that a vector goes through, in order, for factor "1" or "2" of a Linear."""
     if f"w{which}" in tensors or f"t{which}" in tensors:
-        return [factor(tensors, which).flatten(1)]
+        return [compute_lokr_factor(tensors, which).flatten(1)]
     return [tensors[f"w{which}_b"].flatten(1), tensors[f"w{which}_a"]]
 
 
-def pulled(tensors: Tensors, which: str, grad: Tensor) -> dict[str, Tensor]:
+def split_factor_gradient(tensors: TensorsByRole, which: str, grad: Tensor) -> dict[str, Tensor]:
     """The gradients of the tensors of factor "1" or "2", for the gradient of that factor as a matrix."""
     full = f"w{which}"
     if full in tensors:

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from finitune.adapters.core import (
-    Algorithm,
-    Products,
+    AdapterAlgorithm,
+    AdapterProducts,
     Shape,
     SiteAdapter,
     Target,
-    shapes_of,
-    wrong_shapes,
+    get_factor_shapes,
+    make_shapes_error,
 )
 from finitune.adapters.dropout import Dropout
 
 
-class LoRA(Algorithm):
+class LoRA(AdapterAlgorithm):
     """`down` (r, in[, *k]), `up` (out, r[, 1, 1]); `mid` (r, r, *k) with a 1x1 `down`; `up_bias` (out), scaled, too."""
 
     name = "lora"
@@ -36,17 +36,17 @@ class LoRA(Algorithm):
         return adapter.tensors["down"].shape[0]
 
     def shape(self, adapter: SiteAdapter) -> Shape:
-        shapes = shapes_of(adapter)
+        shapes = get_factor_shapes(adapter)
         up, down, mid = shapes["up"], shapes["down"], shapes.get("mid")
         if len(up) < 2 or len(down) < 2 or math.prod(up[2:]) != 1:
-            raise wrong_shapes(self, adapter, f"up {list(up)} and down {list(down)} are not two matrices")
+            raise make_shapes_error(self, adapter, f"up {list(up)} and down {list(down)} are not two matrices")
         inner = (down[0], down[0]) if mid is None else mid[:2]
         if (up[1], down[0]) != inner or (mid is not None and math.prod(down[2:]) != 1):
-            raise wrong_shapes(
+            raise make_shapes_error(
                 self, adapter, f"up {list(up)}, mid {list(mid or ())} and down {list(down)} do not chain"
             )
         if shapes.get("up_bias", up[:1]) != up[:1]:
-            raise wrong_shapes(self, adapter, f"a bias {list(shapes['up_bias'])} for {up[0]} outputs")
+            raise make_shapes_error(self, adapter, f"a bias {list(shapes['up_bias'])} for {up[0]} outputs")
         return (up[0], down[1], *(down[2:] if mid is None else mid[2:]))
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
@@ -65,7 +65,7 @@ class LoRA(Algorithm):
         up, down = (adapter.tensors[role].to(base.dtype) for role in ("up", "down"))
         if "mid" in adapter.tensors:
             mid = adapter.tensors["mid"].to(base.dtype)
-            return (self.scale(adapter) * rebuild(mid, up.flatten(1), down.flatten(1))).view(base.shape)
+            return (self.scale(adapter) * rebuild_tucker_weight(mid, up.flatten(1), down.flatten(1))).view(base.shape)
         return (self.scale(adapter) * (up.flatten(1) @ down.flatten(1))).view(base.shape)
 
     def bias_delta(self, adapter: SiteAdapter, bias: Tensor | None) -> Tensor | None:
@@ -79,7 +79,7 @@ class LoRA(Algorithm):
         self,
         adapter: SiteAdapter,
         x: Tensor,
-        products: Products,
+        products: AdapterProducts,
         factor: float = 1.0,
         dropping: Dropout | None = None,
     ) -> Tensor | None:
@@ -124,6 +124,6 @@ class LoRA(Algorithm):
         return torch.where(empty, 0, torch.where(empty, 1, square).sqrt())
 
 
-def rebuild(core: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def rebuild_tucker_weight(core: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """The weight (out, in, *k) of a Tucker core (p, q, *k) between up (out, p) and down (q, in)."""
     return torch.einsum("o p, p q ..., q i -> o i ...", up, core, down)

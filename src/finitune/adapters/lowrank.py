@@ -16,17 +16,17 @@ from torch import Tensor
 
 from finitune.errors import NumericsError
 
-EXACT_UP_TO = 384
+_MAX_EXACT_SVD_SIDE = 384
 """The shorter side up to which a dense change is decomposed exactly by default: some tenths of a second on a CPU."""
 
-OVERSAMPLING = 16
-POWER_ITERATIONS = 3
-FIRST_RANK = 32
+_SKETCH_OVERSAMPLING = 16
+_SKETCH_POWER_ITERATIONS = 3
+_FIRST_SEARCH_RANK = 32
 """The rank that a search for an energy begins with; it doubles."""
-SEED = 0
-CHUNK = 1024
+_SKETCH_SEED = 0
+_CHUNK_COLUMNS = 1024
 """Columns that are in fp64 at a time."""
-ROUNDING = 2.0**-24
+FACTOR_ROUNDING_ERROR = 2.0**-24
 """The relative error that fp32 factors make anyway: a tail below it is dropped even where all is to be kept."""
 
 
@@ -44,7 +44,7 @@ class Truncation:
     values: Tensor
 
 
-Factors = tuple[Tensor, Tensor, Truncation]
+TruncatedFactors = tuple[Tensor, Tensor, Truncation]
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Spectrum:
         most = len(self.values) if rank is None else min(rank, len(self.values))
         if energy is None and rank is not None:
             return most
-        allowed = max(0.0 if energy is None else 1 - energy, ROUNDING**2) * self.total
+        allowed = max(0.0 if energy is None else 1 - energy, FACTOR_ROUNDING_ERROR**2) * self.total
         return max(1, min(most, int((self.lost() > allowed).sum())))
 
-    def factors(self, rank: int | None, energy: float | None) -> Factors:
+    def factors(self, rank: int | None, energy: float | None) -> TruncatedFactors:
         """The leading part as fp32 factors of equal weight: the root of each singular value goes to either side."""
         kept = self.rank_for(rank, energy)
         root = self.values[:kept].sqrt()
@@ -87,34 +87,36 @@ class Spectrum:
         )
 
 
-def truncate(up: Tensor, down: Tensor, *, rank: int | None = None, energy: float | None = None) -> Factors:
+def truncate_factors(
+    up: Tensor, down: Tensor, *, rank: int | None = None, energy: float | None = None
+) -> TruncatedFactors:
     """The best product of lower rank: up (out, r) and down (r, in) of any float dtype to fp32 factors, balanced.
 
     `rank` >= 1 is the most to keep, `energy` in (0, 1] the share of the squared norm that is enough; with both, the
     smaller rank wins; with neither, all that is more than rounding stays. A zero product keeps zeros, of rank 1 where
     the energy decides. Raises NumericsError (FACTORS-NOT-FINITE).
     """
-    demand_finite(up, down)
+    require_finite_matrices(up, down)
     q_up, r_up = torch.linalg.qr(up.double())
     q_down, r_down = torch.linalg.qr(down.double().mT)
     u, values, vh = torch.linalg.svd(r_up @ r_down.mT, full_matrices=False)
     return Spectrum(q_up @ u, values, vh @ q_down.mT).factors(rank, energy)
 
 
-def svd_delta(
+def decompose_delta(
     delta: Tensor, *, rank: int | None = None, energy: float | None = None, exact: bool | None = None
-) -> Factors:
+) -> TruncatedFactors:
     """Balanced fp32 factors of a dense change (out, in) in fp32 or fp64, cut as in `truncate`.
 
     `exact` True takes the whole SVD in fp64, False the randomised one wherever it pays; by default the size decides.
     The error is the true error of these factors in both cases. Raises NumericsError (FACTORS-NOT-FINITE).
     """
-    demand_finite(delta)
+    require_finite_matrices(delta)
     short = min(delta.shape)
-    whole = short <= EXACT_UP_TO if exact is None else exact
-    width = FIRST_RANK if rank is None else rank
-    while not whole and 4 * (width + OVERSAMPLING) < short and (rank, energy) != (None, None):
-        spectrum = sketch(delta, width + OVERSAMPLING)
+    whole = short <= _MAX_EXACT_SVD_SIDE if exact is None else exact
+    width = _FIRST_SEARCH_RANK if rank is None else rank
+    while not whole and 4 * (width + _SKETCH_OVERSAMPLING) < short and (rank, energy) != (None, None):
+        spectrum = compute_randomised_svd(delta, width + _SKETCH_OVERSAMPLING)
         if rank is not None or spectrum.lost()[width] <= (1 - (energy or 1)) * spectrum.total:
             return spectrum.factors(rank, energy)
         width *= 2
@@ -122,26 +124,26 @@ def svd_delta(
     return Spectrum(u, values, vh).factors(rank, energy)
 
 
-def sketch(delta: Tensor, width: int) -> Spectrum:
+def compute_randomised_svd(delta: Tensor, width: int) -> Spectrum:
     """The SVD, in fp64, of `delta` (out, in) projected onto `width` directions that hold nearly as much as any can.
 
     Source: Halko, Martinsson, Tropp 2011 (arXiv 0909.4061), algorithms 4.4 and 5.1. The random numbers are drawn on
     the CPU from a fixed seed, so that every run finds the same; the iterations run in the dtype of `delta`. What the
     projection loses is |A|^2 - |Q^T A|^2, both in fp64: no second pass over the residual.
     """
-    noise = torch.randn(delta.shape[1], width, generator=torch.Generator().manual_seed(SEED))
+    noise = torch.randn(delta.shape[1], width, generator=torch.Generator().manual_seed(_SKETCH_SEED))
     basis = delta @ noise.to(delta)
-    for _ in range(POWER_ITERATIONS):
+    for _ in range(_SKETCH_POWER_ITERATIONS):
         basis = delta.mT @ torch.linalg.qr(basis)[0]
         basis = delta @ torch.linalg.qr(basis)[0]
     basis = torch.linalg.qr(basis.double())[0]
-    projected = torch.cat([basis.mT @ columns.double() for columns in delta.split(CHUNK, dim=1)], dim=1)
+    projected = torch.cat([basis.mT @ columns.double() for columns in delta.split(_CHUNK_COLUMNS, dim=1)], dim=1)
     u, values, vh = torch.linalg.svd(projected, full_matrices=False)
-    outside = squared_norm(delta) - float(values.square().sum())
+    outside = compute_squared_norm(delta) - float(values.square().sum())
     return Spectrum(basis @ u, values, vh, max(0.0, outside))
 
 
-def balance(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+def balance_factors(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     """The same product, bit for bit, with each column of `up` and row of `down` of about the same norm.
 
     Powers of two go from one to the other, so that neither sinks into the subnormals of a narrower format.
@@ -152,12 +154,12 @@ def balance(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     return up * torch.exp2(exponent).to(up.dtype), down * torch.exp2(-exponent).to(down.dtype)[:, None]
 
 
-def squared_norm(matrix: Tensor) -> float:
+def compute_squared_norm(matrix: Tensor) -> float:
     """The squared Frobenius norm of a matrix (out, in), summed in fp64."""
-    return sum(float(columns.double().square().sum()) for columns in matrix.split(CHUNK, dim=1))
+    return sum(float(columns.double().square().sum()) for columns in matrix.split(_CHUNK_COLUMNS, dim=1))
 
 
-def demand_finite(*matrices: Tensor) -> None:
+def require_finite_matrices(*matrices: Tensor) -> None:
     """Raise NumericsError (FACTORS-NOT-FINITE) where a matrix holds NaN or inf: it has no singular values."""
     count = sum(int((~torch.isfinite(matrix)).sum()) for matrix in matrices)
     if count:

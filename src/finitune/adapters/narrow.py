@@ -10,19 +10,19 @@ from torch import Tensor
 
 from finitune.adapters.convert import Exactness
 from finitune.adapters.core import SiteAdapter
-from finitune.adapters.difference import change_error, plain_lora
-from finitune.adapters.lowrank import balance
+from finitune.adapters.difference import compute_change_error, is_plain_lora
+from finitune.adapters.lowrank import balance_factors
 from finitune.errors import NumericsError
 
-FLUSHED_SHARE = 1e-2
+_MAX_FLUSHED_SHARE = 1e-2
 """The share of the nonzero numbers of a file that may become zero before a narrower dtype counts as a loss."""
-ROUNDINGS = 2
+_MAX_ROUNDINGS = 2
 """The error of a module's change, in units of the dtype's epsilon, that counts as its rounding: two factors are rounded
 by up to half an epsilon each, and their product may be smaller than they are."""
 
 
 @dataclass(frozen=True)
-class Narrowed:
+class NarrowedAdapter:
     """An adapter in another dtype: how many nonzero numbers became zero, of how many, and the relative error."""
 
     adapter: SiteAdapter
@@ -31,34 +31,34 @@ class Narrowed:
     error: float
 
 
-def narrowed(adapter: SiteAdapter, dtype: torch.dtype) -> Narrowed:
+def narrow_adapter(adapter: SiteAdapter, dtype: torch.dtype) -> NarrowedAdapter:
     """The adapter with its factors in `dtype`; magnitudes stay as they are.
 
     Where numbers of a LoRA would become zero, infinite, or coarser than the dtype's own rounding, powers of two first
     go from one factor to the other, which leaves their product as it was to the bit. Raises NumericsError
     (NARROW-OVERFLOW) where that does not help.
     """
-    best, cost = adapter, harm(adapter, dtype)
-    if plain_lora(adapter) and cost > (0, 0, ROUNDINGS * torch.finfo(dtype).eps):
+    best, cost = adapter, measure_narrowing_harm(adapter, dtype)
+    if is_plain_lora(adapter) and cost > (0, 0, _MAX_ROUNDINGS * torch.finfo(dtype).eps):
         up, down = adapter.tensors["up"], adapter.tensors["down"]
-        even = balance(up.flatten(1), down.flatten(1))
+        even = balance_factors(up.flatten(1), down.flatten(1))
         trial = adapter.with_tensors(up=even[0].view(up.shape), down=even[1].view(down.shape))
-        trial_cost = harm(trial, dtype)
+        trial_cost = measure_narrowing_harm(trial, dtype)
         if trial_cost < cost:
             best, cost = trial, trial_cost
     for role, tensor in best.tensors.items():
-        if overflows(tensor, dtype):
-            raise too_large(role, tensor, dtype)
+        if has_dtype_overflow(tensor, dtype):
+            raise make_dtype_overflow_error(role, tensor, dtype)
     nonzero = sum(int(tensor.count_nonzero()) for tensor in best.tensors.values())
-    return Narrowed(cast(best, dtype), cost[1], nonzero, cost[2])
+    return NarrowedAdapter(cast_adapter(best, dtype), cost[1], nonzero, cost[2])
 
 
-def cast(adapter: SiteAdapter, dtype: torch.dtype) -> SiteAdapter:
+def cast_adapter(adapter: SiteAdapter, dtype: torch.dtype) -> SiteAdapter:
     """The adapter with its factors rounded to `dtype`."""
     return replace(adapter, tensors={role: tensor.to(dtype) for role, tensor in adapter.tensors.items()})
 
 
-def narrowed_class(flushed: int, nonzero: int, error: float, dtype: torch.dtype | None) -> Exactness:
+def classify_narrowing(flushed: int, nonzero: int, error: float, dtype: torch.dtype | None) -> Exactness:
     """What a narrower dtype cost: nothing, its own rounding, or more.
 
     `flushed` of `nonzero` numbers became zero; `error` is the largest relative one of a module's change. More than
@@ -67,28 +67,31 @@ def narrowed_class(flushed: int, nonzero: int, error: float, dtype: torch.dtype 
     """
     if dtype is None or not (flushed or error):
         return Exactness.LOSSLESS
-    lossy = flushed > FLUSHED_SHARE * nonzero or error > ROUNDINGS * torch.finfo(dtype).eps
+    lossy = flushed > _MAX_FLUSHED_SHARE * nonzero or error > _MAX_ROUNDINGS * torch.finfo(dtype).eps
     return Exactness.LOSSY if lossy else Exactness.EXACT
 
 
-def harm(adapter: SiteAdapter, dtype: torch.dtype) -> tuple[int, int, float]:
+def measure_narrowing_harm(adapter: SiteAdapter, dtype: torch.dtype) -> tuple[int, int, float]:
     """How many tensors overflow in `dtype`, how many numbers become zero, and the relative error of the change."""
     values = adapter.tensors.values()
-    beyond, lost = sum(overflows(tensor, dtype) for tensor in values), sum(flushed(tensor, dtype) for tensor in values)
-    return beyond, lost, math.inf if beyond else change_error(cast(adapter, dtype), adapter)
+    beyond, lost = (
+        sum(has_dtype_overflow(tensor, dtype) for tensor in values),
+        sum(count_flushed(tensor, dtype) for tensor in values),
+    )
+    return beyond, lost, math.inf if beyond else compute_change_error(cast_adapter(adapter, dtype), adapter)
 
 
-def flushed(tensor: Tensor, dtype: torch.dtype) -> int:
+def count_flushed(tensor: Tensor, dtype: torch.dtype) -> int:
     """How many nonzero numbers become zero in `dtype`."""
     return int(tensor.count_nonzero()) - int(tensor.to(dtype).count_nonzero())
 
 
-def overflows(tensor: Tensor, dtype: torch.dtype) -> bool:
+def has_dtype_overflow(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether a finite tensor is not finite any more in `dtype`."""
     return not bool(torch.isfinite(tensor.to(dtype)).all())
 
 
-def too_large(role: str, tensor: Tensor, dtype: torch.dtype) -> NumericsError:
+def make_dtype_overflow_error(role: str, tensor: Tensor, dtype: torch.dtype) -> NumericsError:
     """The error for numbers beyond a dtype, or not finite at all."""
     largest = float(tensor.double().abs().nan_to_num(nan=math.inf).max())
     name = str(dtype).removeprefix("torch.")

@@ -12,19 +12,23 @@ from dataclasses import replace
 
 import torch
 
-from finitune.adapters import algorithm_of
-from finitune.adapters.core import Magnitude, SiteAdapter, Target, not_additive
-from finitune.adapters.dora import norms
+from finitune.adapters import find_algorithm
+from finitune.adapters.core import Magnitude, SiteAdapter, Target, make_not_additive_error
+from finitune.adapters.dora import compute_weight_norms
 
 
-def new_adapter(target: Target, algorithm: str, generator: torch.Generator, dora: bool = False) -> SiteAdapter:
+def create_adapter(target: Target, algorithm: str, generator: torch.Generator, dora: bool = False) -> SiteAdapter:
     """A new adapter by the name of its algorithm, fp32; with `dora`, magnitudes (out, 1[, 1...]) on the output side.
 
     Raises AdapterError: ADAPTER-ALGORITHM for an unknown name, ADAPTER-DORA for a magnitude over what is not additive
     or no matrix, and what the algorithm's `init` does.
     """
-    found = algorithm_of(algorithm)
+    found = find_algorithm(algorithm)
     if dora and (not found.additive or target.weight.ndim < 2):
-        raise not_additive(found)
+        raise make_not_additive_error(found)
     adapter = found.init(target, generator)
-    return replace(adapter, magnitude=Magnitude(norms(target.weight.detach().float(), "out"))) if dora else adapter
+    return (
+        replace(adapter, magnitude=Magnitude(compute_weight_norms(target.weight.detach().float(), "out")))
+        if dora
+        else adapter
+    )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Algorithm, Shape, SiteAdapter, Target, wrong_shapes
+from finitune.adapters.core import AdapterAlgorithm, Shape, SiteAdapter, Target, make_shapes_error
 
 
-class Norm(Algorithm):
+class Norm(AdapterAlgorithm):
     """`w_norm` (C), and `b_norm` (C) where the norm has a bias; alpha has no meaning. A new one takes option `bias`."""
 
     name = "norm"
@@ -19,7 +19,7 @@ class Norm(Algorithm):
     def shape(self, adapter: SiteAdapter) -> Shape:
         gain, bias = adapter.tensors["w_norm"], adapter.tensors.get("b_norm")
         if gain.ndim != 1 or (bias is not None and bias.shape != gain.shape):
-            raise wrong_shapes(self, adapter, "they are not one number for each channel")
+            raise make_shapes_error(self, adapter, "they are not one number for each channel")
         return tuple(gain.shape)
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:

@@ -13,11 +13,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Algorithm, Shape, SiteAdapter, Target, does_not_fit, shapes_of, wrong_shapes
-from finitune.adapters.rotation import block_size, demand_rescale, divisors, generators, turn, with_rescale
+from finitune.adapters.core import (
+    AdapterAlgorithm,
+    Shape,
+    SiteAdapter,
+    Target,
+    get_factor_shapes,
+    make_misfit_error,
+    make_shapes_error,
+)
+from finitune.adapters.rotation import (
+    apply_rescale,
+    choose_block_size,
+    compute_cayley_turn,
+    compute_skew_generators,
+    list_divisors,
+    require_rescale_fit,
+)
 
 
-class OFT(Algorithm):
+class OFT(AdapterAlgorithm):
     """`blocks` (n, b, b), raw: Q = B - B^T; `rescale` (out[, 1...]).
 
     Options: `constraint`, the largest norm of Q over all blocks, absolute, 0 for none; `rotates_bias`.
@@ -31,16 +46,16 @@ class OFT(Algorithm):
     settings: ClassVar[tuple[str, ...]] = ("constraint", "rotates_bias")
 
     def shape(self, adapter: SiteAdapter) -> Shape | None:
-        blocks = shapes_of(adapter)["blocks"]
+        blocks = get_factor_shapes(adapter)["blocks"]
         if len(blocks) != 3 or blocks[1] != blocks[2]:
-            raise wrong_shapes(self, adapter, f"blocks {list(blocks)} are not n square matrices")
-        demand_rescale(self, adapter, turned(adapter))
+            raise make_shapes_error(self, adapter, f"blocks {list(blocks)} are not n square matrices")
+        require_rescale_fit(self, adapter, count_turned_outputs(adapter))
         return None
 
     def check(self, adapter: SiteAdapter, shape: Shape | None = None) -> None:
         super().check(adapter, shape)
-        if shape is not None and turned(adapter) != shape[0]:
-            raise does_not_fit(f"{self.title} blocks turn outputs of", (turned(adapter),), shape[:1])
+        if shape is not None and count_turned_outputs(adapter) != shape[0]:
+            raise make_misfit_error(f"{self.title} blocks turn outputs of", (count_turned_outputs(adapter),), shape[:1])
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
         """Blocks of the option `block_size`, or of the largest size up to the rank and the root of the outputs.
@@ -48,7 +63,7 @@ class OFT(Algorithm):
         The root is LyCORIS's rule: it cannot load larger blocks than that.
         """
         out = target.shape[0]
-        size = block_size(self, target, out, divisors(out), min(target.rank, math.isqrt(out)))
+        size = choose_block_size(self, target, out, list_divisors(out), min(target.rank, math.isqrt(out)))
         return self.unturned(target, torch.zeros(out // size, size, size))
 
     def unturned(self, target: Target, blocks: Tensor) -> SiteAdapter:
@@ -60,9 +75,9 @@ class OFT(Algorithm):
         return SiteAdapter(self.name, tensors, options=kept)
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
-        step = turn(generators(adapter, base.dtype))
+        step = compute_cayley_turn(compute_skew_generators(adapter, base.dtype))
         change = step.mT @ base.reshape(*step.shape[:2], -1)
-        return with_rescale(adapter, change.reshape(base.shape), base)
+        return apply_rescale(adapter, change.reshape(base.shape), base)
 
     def bias_delta(self, adapter: SiteAdapter, bias: Tensor | None) -> Tensor | None:
         plain = super().bias_delta(adapter, bias)
@@ -72,7 +87,7 @@ class OFT(Algorithm):
         return change if plain is None else change + plain
 
 
-def turned(adapter: SiteAdapter) -> int:
+def count_turned_outputs(adapter: SiteAdapter) -> int:
     """How many outputs the blocks (..., n, b, b) turn."""
     *_, count, size, _ = adapter.tensors["blocks"].shape
     return count * size

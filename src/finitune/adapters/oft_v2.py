@@ -14,20 +14,28 @@ import math
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Algorithm, Shape, SiteAdapter, Target, does_not_fit, shapes_of, wrong_shapes
+from finitune.adapters.core import (
+    AdapterAlgorithm,
+    Shape,
+    SiteAdapter,
+    Target,
+    get_factor_shapes,
+    make_misfit_error,
+    make_shapes_error,
+)
 from finitune.adapters.rotation import (
-    block_size,
-    divisors,
-    from_packed,
-    packed_size,
-    turn,
-    turn_by_series,
+    choose_block_size,
+    compute_cayley_turn,
+    compute_neumann_turn,
+    infer_packed_block_size,
+    list_divisors,
+    unpack_skew_matrices,
 )
 
-PEFT_TERMS = 5
+_DEFAULT_NEUMANN_TERMS = 5
 
 
-class OFTv2(Algorithm):
+class OFTv2(AdapterAlgorithm):
     """`packed` (n, b * (b - 1) / 2), upper triangles of Q; n = 1 turns every block of the inputs alike.
 
     Options: `neumann_terms` (5 where absent, as in PEFT; 0 for the exact transform of -Q); `scaled`.
@@ -39,10 +47,10 @@ class OFTv2(Algorithm):
     required = frozenset({"packed"})
 
     def shape(self, adapter: SiteAdapter) -> Shape | None:
-        packed = shapes_of(adapter)["packed"]
-        size = packed_size(packed[-1])
+        packed = get_factor_shapes(adapter)["packed"]
+        size = infer_packed_block_size(packed[-1])
         if len(packed) != 2 or size < 2 or size * (size - 1) // 2 != packed[1]:
-            raise wrong_shapes(self, adapter, f"packed {list(packed)} are not n upper triangles")
+            raise make_shapes_error(self, adapter, f"packed {list(packed)} are not n upper triangles")
         return None
 
     def check(self, adapter: SiteAdapter, shape: Shape | None = None) -> None:
@@ -50,24 +58,24 @@ class OFTv2(Algorithm):
         if shape is None:
             return
         count, length = adapter.tensors["packed"].shape
-        inputs, turned = math.prod(shape[1:]), count * packed_size(length)
+        inputs, turned = math.prod(shape[1:]), count * infer_packed_block_size(length)
         if turned != inputs and (count > 1 or inputs % turned):
-            raise does_not_fit(f"{self.title} blocks turn inputs of", (turned,), (inputs,))
+            raise make_misfit_error(f"{self.title} blocks turn inputs of", (turned,), (inputs,))
 
     def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
         """Blocks of the option `block_size`, or of the largest size up to the rank; one for all with `block_share`."""
         inputs = math.prod(target.shape[1:])
-        size = block_size(self, target, inputs, divisors(inputs), target.rank)
+        size = choose_block_size(self, target, inputs, list_divisors(inputs), target.rank)
         count = 1 if target.options.get("block_share") else inputs // size
         kept = {name: target.options[name] for name in ("neumann_terms", "scaled") if name in target.options}
         return SiteAdapter(self.name, {"packed": torch.zeros(count, size * (size - 1) // 2)}, options=kept)
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
-        q = from_packed(adapter.tensors["packed"].to(base.dtype))
+        q = unpack_skew_matrices(adapter.tensors["packed"].to(base.dtype))
         size = q.shape[-1]
         if adapter.options.get("scaled"):
             q = q / (2 * math.sqrt(size - 1))
-        terms = int(adapter.options.get("neumann_terms", PEFT_TERMS))
-        step = turn_by_series(q, terms) if terms else turn(-q)
+        terms = int(adapter.options.get("neumann_terms", _DEFAULT_NEUMANN_TERMS))
+        step = compute_neumann_turn(q, terms) if terms else compute_cayley_turn(-q)
         columns = base.reshape(base.shape[0], -1, size)
         return torch.einsum("o n k, n c k -> o n c", columns, step.expand(columns.shape[1], -1, -1)).reshape(base.shape)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finitune.numerics.conv import UNIT, Geometry, half_conv
+from finitune.numerics.conv import UNIT_GEOMETRY, ConvGeometry, half_conv
 from finitune.numerics.half import half_linear
 
 
@@ -31,12 +31,12 @@ class LayerProducts:
         if layer.padding_mode != "zeros" or isinstance(padding, str):
             mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
             x, padding = F.pad(x, layer._reversed_padding_repeated_twice, mode=mode), 0
-        geometry = Geometry(layer.stride, padding, layer.dilation, layer.groups)
+        geometry = ConvGeometry(layer.stride, padding, layer.dilation, layer.groups)
         return self.convolve(x, weight if weight.ndim > 2 else self.pointwise(weight), geometry)
 
     def mix(self, x: Tensor, weight: Tensor) -> Tensor:
         """x by `weight` (n, c) over the channels alone."""
-        return self.convolve(x, self.pointwise(weight), UNIT) if self.axes else self.linear(x, weight)
+        return self.convolve(x, self.pointwise(weight), UNIT_GEOMETRY) if self.axes else self.linear(x, weight)
 
     def pointwise(self, weight: Tensor) -> Tensor:
         """`weight` (n, c) with a kernel of length 1 along every axis."""
@@ -46,7 +46,7 @@ class LayerProducts:
         """The product of a Linear in the arithmetic that was chosen."""
         return half_linear(x, weight, exponent=None) if self.half else F.linear(x.float(), weight.float())
 
-    def convolve(self, x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
+    def convolve(self, x: Tensor, weight: Tensor, geometry: ConvGeometry) -> Tensor:
         """The product of a convolution in the arithmetic that was chosen."""
         if self.half:
             return half_conv(x, weight, None, geometry, exponent=None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Algorithm, Shape, SiteAdapter, Target
+from finitune.adapters.core import AdapterAlgorithm, Shape, SiteAdapter, Target
 
 
-class SetWeight(Algorithm):
+class SetWeight(AdapterAlgorithm):
     """`weight` (out, in, *kernel), or (C) for a norm, is what the module has at strength 1; alpha has no meaning."""
 
     name = "set"

@@ -16,23 +16,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import SiteAdapter, Tensors, same_weight
+from finitune.adapters.core import SiteAdapter, TensorsByRole, is_same_weight_shape
 from finitune.errors import AdapterError
 
-Selection = Literal["principal", "middle", "last"]
-ROLES = frozenset({"q_layer", "p_layer", "lambda_layer"})
+SingularSelection = Literal["principal", "middle", "last"]
+TLORA_ROLES = frozenset({"q_layer", "p_layer", "lambda_layer"})
 
 
-def plain_lora(tensors: Tensors, alpha: float | None, base: Tensor, selection: Selection = "principal") -> SiteAdapter:
+def convert_tlora_to_lora(
+    tensors: TensorsByRole, alpha: float | None, base: Tensor, selection: SingularSelection = "principal"
+) -> SiteAdapter:
     """A LoRA of rank 2r in fp32 for `q_layer` (r, in), `p_layer` (out, r) and `lambda_layer` (1, r) on `base`.
 
     `selection` tells which singular values training started from: files do not say, and LyCORIS reads all of them as
     "principal". Raises AdapterError for roles that are missing, shapes that do not fit `base` (out, in, or a kernel
     of 1 more), kernels, for which LyCORIS has no consistent meaning, and a base that is not finite.
     """
-    q, lambdas, p = checked(tensors, base)
+    q, lambdas, p = check_tlora_tensors(tensors, base)
     rank = q.shape[0]
-    first_q, first_lambdas, first_p = singular(base.flatten(1).double(), rank, selection)
+    first_q, first_lambdas, first_p = select_singular_triples(base.flatten(1).double(), rank, selection)
     ones = [1] * (base.ndim - 2)
     down = torch.cat([lambdas[:, None] * q, first_lambdas[:, None] * first_q])
     up = torch.cat([p, -first_p], dim=1)
@@ -41,10 +43,10 @@ def plain_lora(tensors: Tensors, alpha: float | None, base: Tensor, selection: S
     return SiteAdapter("lora", factors, alpha=scale * down.shape[0])
 
 
-def singular(weight: Tensor, rank: int, selection: Selection) -> tuple[Tensor, Tensor, Tensor]:
+def select_singular_triples(weight: Tensor, rank: int, selection: SingularSelection) -> tuple[Tensor, Tensor, Tensor]:
     """The chosen `rank` singular triples of a matrix (out, in), or all where it has fewer: (r, in), (r), (out, r)."""
     if selection == "principal":
-        return principal(weight, rank)
+        return compute_principal_triples(weight, rank)
     u, values, vt = torch.linalg.svd(weight, full_matrices=False)
     spare = max(len(values) - rank, 0)
     start = {"principal": 0, "middle": spare // 2, "last": spare}[selection]
@@ -52,13 +54,13 @@ def singular(weight: Tensor, rank: int, selection: Selection) -> tuple[Tensor, T
     return vt[chosen], values[chosen], u[:, chosen]
 
 
-def principal(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def compute_principal_triples(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The `rank` largest singular triples by the eigenvectors of the smaller Gram matrix, in half the time of an SVD.
 
     The Gram matrix squares the values, which costs the smallest their digits and the largest, in fp64, nothing.
     """
     if weight.shape[0] > weight.shape[1]:
-        u, values, vt = principal(weight.mT, rank)[::-1]
+        u, values, vt = compute_principal_triples(weight.mT, rank)[::-1]
         return u.mT, values, vt.mT
     u = torch.linalg.eigh(weight @ weight.mT)[1].flip(1)[:, :rank]
     scaled = u.mT @ weight
@@ -66,25 +68,25 @@ def principal(weight: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     return scaled / torch.where(values > 0, values, 1)[:, None], values, u
 
 
-def checked(tensors: Tensors, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def check_tlora_tensors(tensors: TensorsByRole, base: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Q (r, in), lambda (r) and P (out, r) in fp64, seen to fit each other and `base`."""
-    if set(tensors) != ROLES:
-        raise refusal("its tensors are not q_layer, p_layer and lambda_layer", tensors, base)
+    if set(tensors) != TLORA_ROLES:
+        raise make_tlora_error("its tensors are not q_layer, p_layer and lambda_layer", tensors, base)
     if base.ndim < 2 or math.prod(base.shape[2:]) != 1:
-        raise refusal("it is for a kernel, which LyCORIS trains and reads differently", tensors, base)
+        raise make_tlora_error("it is for a kernel, which LyCORIS trains and reads differently", tensors, base)
     lambdas = tensors["lambda_layer"].double().flatten()
     q, p = (tensors[role].double() for role in ("q_layer", "p_layer"))
     rank = len(lambdas)
-    if not rank or not same_weight(tuple(q.shape), (rank, base.shape[1])):
-        raise refusal("its q_layer and lambda_layer do not chain to the weight's inputs", tensors, base)
-    if not same_weight(tuple(p.shape), (base.shape[0], rank)):
-        raise refusal("its lambda_layer and p_layer do not chain to the weight's outputs", tensors, base)
+    if not rank or not is_same_weight_shape(tuple(q.shape), (rank, base.shape[1])):
+        raise make_tlora_error("its q_layer and lambda_layer do not chain to the weight's inputs", tensors, base)
+    if not is_same_weight_shape(tuple(p.shape), (base.shape[0], rank)):
+        raise make_tlora_error("its lambda_layer and p_layer do not chain to the weight's outputs", tensors, base)
     if not bool(torch.isfinite(base.double()).all()):
-        raise refusal("the weight that it is a change of holds NaN or infinite numbers", tensors, base)
+        raise make_tlora_error("the weight that it is a change of holds NaN or infinite numbers", tensors, base)
     return q.flatten(1), lambdas, p.flatten(1)
 
 
-def refusal(why: str, tensors: Tensors, base: Tensor) -> AdapterError:
+def make_tlora_error(why: str, tensors: TensorsByRole, base: Tensor) -> AdapterError:
     """The error for a T-LoRA that cannot be read."""
     return AdapterError(
         f"this T-LoRA cannot be read: {why}",

@@ -21,43 +21,43 @@ from cyclopts.exceptions import (
 )
 
 from finitune import __version__
-from finitune.cli.options import Flag, Job
-from finitune.cli.verbs import VERBS
-from finitune.device import processes
-from finitune.errors import FinituneError, UsageError, did_you_mean
-from finitune.progress import Silent
+from finitune.cli.options import CliFlag, VerbJob
+from finitune.cli.verbs import CLI_VERBS
+from finitune.errors import FinituneError, UsageError, suggest_nearest_name
+from finitune.machine import processes
+from finitune.progress import SilentProgress
 from finitune.report import Finding, Level, Report
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-QUIET = (
+_VERBOSITY_VARIABLES = (
     "DIFFUSERS_VERBOSITY",
     "TRANSFORMERS_VERBOSITY",
 )  # their advice to programmers is not for the users of a command
-INTERRUPTED = 130  # 128 + SIGINT, as shells expect
-CODES = {
+_INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells expect
+_CODE_BY_CYCLOPTS_ERROR = {
     UnknownCommandError: "VERB-UNKNOWN",
     UnknownOptionError: "OPTION-UNKNOWN",
     MissingArgumentError: "OPTION-MISSING",
     CoercionError: "OPTION-UNREADABLE",
     UnusedCliTokensError: "ARGUMENT-LEFT-OVER",
 }
-OPTIONS = ("--help", "--version", "--json", "--debug")  # those that need no verb
+_GLOBAL_OPTIONS = ("--help", "--version", "--json", "--debug")  # those that need no verb
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name; None takes the process's own); returns the exit code."""
     app = App(name="finitune", help="Half precision that stays finite.", version=__version__, help_format="plaintext")
-    for place, verb in enumerate(VERBS):
+    for place, verb in enumerate(CLI_VERBS):
         app.command(verb, sort_key=place)
     app.meta.group_parameters = Group("With every verb", sort_key=99)
 
     @app.meta.default
     def launch(
         *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
-        json: Flag = False,
-        debug: Flag = False,
+        json: CliFlag = False,
+        debug: CliFlag = False,
     ) -> int:
         """Half precision that stays finite.
 
@@ -92,7 +92,7 @@ def _execute(app: App, tokens: Sequence[str], *, json: bool, debug: bool) -> int
         report = Report(name).fail(error)
     except KeyboardInterrupt:
         print("Stopped.", file=sys.stderr)
-        return INTERRUPTED
+        return _INTERRUPTED_EXIT_CODE
     except Exception as error:
         if debug:
             raise
@@ -100,16 +100,16 @@ def _execute(app: App, tokens: Sequence[str], *, json: bool, debug: bool) -> int
     return _tell(report, json=json)
 
 
-def _run(job: Job) -> Report:
+def _run(job: VerbJob) -> Report:
     """Run with progress bars on the error stream; what a library prints goes there, too."""
     import os
 
-    from finitune.render.terminal import Bars
+    from finitune.render.terminal import TerminalProgress
 
-    for variable in QUIET:
+    for variable in _VERBOSITY_VARIABLES:
         os.environ.setdefault(variable, "error")
-    with redirect_stdout(sys.stderr), Bars(_console(sys.stderr)) as bars:
-        return job(Silent() if processes.number() else bars)
+    with redirect_stdout(sys.stderr), TerminalProgress(_console(sys.stderr)) as bars:
+        return job(SilentProgress() if processes.read_rank() else bars)
 
 
 def _tell(report: Report, *, json: bool) -> int:
@@ -117,15 +117,15 @@ def _tell(report: Report, *, json: bool) -> int:
 
     Of several processes the first one does; the others add a line on the error stream where something failed.
     """
-    if processes.number():
+    if processes.read_rank():
         for finding in (finding for finding in report.findings if finding.level is Level.ERROR):
-            print(f"process {processes.number()}: {finding.code}: {finding.message}", file=sys.stderr)
+            print(f"process {processes.read_rank()}: {finding.code}: {finding.message}", file=sys.stderr)
     elif json:
         print(jsonlib.dumps(report.as_json(), indent=2, ensure_ascii=False, default=str))
     else:
-        from finitune.render.terminal import show
+        from finitune.render.terminal import print_report
 
-        show(report, _console(sys.stderr if report.exit_code == UsageError.exit_code else sys.stdout))
+        print_report(report, _console(sys.stderr if report.exit_code == UsageError.exit_code else sys.stdout))
     return report.exit_code
 
 
@@ -143,12 +143,12 @@ def _usage(error: CycloptsError) -> UsageError:
     """What cyclopts could not parse, as one of our own errors."""
     error.verbose = False
     message = str(error)
-    code = next((code for kind, code in CODES.items() if isinstance(error, kind)), "USAGE")
+    code = next((code for kind, code in _CODE_BY_CYCLOPTS_ERROR.items() if isinstance(error, kind)), "USAGE")
     token = error.unused_tokens[0] if error.unused_tokens else ""
     if isinstance(error, UnknownCommandError) and token.startswith("-"):
-        code, message = "OPTION-UNKNOWN", f"There is no option {token!r}.{did_you_mean(token, OPTIONS)}"
+        code, message = "OPTION-UNKNOWN", f"There is no option {token!r}.{suggest_nearest_name(token, _GLOBAL_OPTIONS)}"
     elif isinstance(error, UnknownCommandError):
-        message = f"There is no verb {token!r}.{did_you_mean(token, _names())}"
+        message = f"There is no verb {token!r}.{suggest_nearest_name(token, _names())}"
     elif isinstance(error, MissingArgumentError) and error.argument and error.argument.required:
         message = f"{error.argument.name.strip('-').upper()} is missing."
     elif isinstance(error, UnusedCliTokensError):
@@ -158,7 +158,7 @@ def _usage(error: CycloptsError) -> UsageError:
 
 
 def _names() -> tuple[str, ...]:
-    return tuple(verb.__name__.replace("_", "-") for verb in VERBS)
+    return tuple(verb.__name__.replace("_", "-") for verb in CLI_VERBS)
 
 
 def _console(stream: object) -> Console:

@@ -8,18 +8,25 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from finitune.cli.options import Adapters, Job, Model, Out, Picture, Precision
+from finitune.cli.options import (
+    CliAdapterOptions,
+    CliDrawingOptions,
+    CliModelOptions,
+    CliOutPath,
+    CliPrecision,
+    VerbJob,
+)
 
 
 def generate(
-    model: Model,
-    picture: Picture = Picture(),
-    adapters: Adapters = Adapters(),
+    model: CliModelOptions,
+    picture: CliDrawingOptions = CliDrawingOptions(),
+    adapters: CliAdapterOptions = CliAdapterOptions(),
     *,
-    precision: Precision = "auto",
+    precision: CliPrecision = "auto",
     plan: Path | None = None,
-    out: Out = None,
-) -> Job:
+    out: CliOutPath = None,
+) -> VerbJob:
     """Draw a picture, and check that it is one.
 
     Parameters
@@ -31,19 +38,19 @@ def generate(
     out
         The PNG file to write.
     """
-    from finitune.journeys import generate as journey
+    from finitune.verbs import generate as journey
 
     how = {"precision": precision, "plan": plan, "out": out}
     return partial(journey.run, journey.Request(**vars(model), **vars(picture), **vars(adapters), **how))
 
 
 def diagnose(
-    model: Model,
-    picture: Picture = Picture(),
+    model: CliModelOptions,
+    picture: CliDrawingOptions = CliDrawingOptions(),
     *,
-    precision: Precision = "raw-half",
-    out: Out = None,
-) -> Job:
+    precision: CliPrecision = "raw-half",
+    out: CliOutPath = None,
+) -> VerbJob:
     """Find out why a picture is black: which block, which operation, which number.
 
     Parameters
@@ -53,21 +60,21 @@ def diagnose(
     out
         A folder for the evidence: the picture as it was asked for, the one that a plan draws, the ranges.
     """
-    from finitune.journeys import diagnose as journey
+    from finitune.verbs import diagnose as journey
 
     return partial(journey.run, journey.Request(**vars(model), **vars(picture), precision=precision, out=out))
 
 
 def plan(
-    model: Model,
+    model: CliModelOptions,
     *,
-    out: Out = None,
+    out: CliOutPath = None,
     headroom_bits: float = 2,
     prompts: Path | None = None,
     steps: int = 28,
     seed: int = 0,
     size: str | None = None,
-) -> Job:
+) -> VerbJob:
     """Measure a model's ranges, write the smallest plan that keeps fp16 finite, and prove it.
 
     Parameters
@@ -85,7 +92,7 @@ def plan(
     size
         WIDTHxHEIGHT in pixels; the model's own size if left out.
     """
-    from finitune.journeys import plan as journey
+    from finitune.verbs import plan as journey
 
     request = journey.Request(
         **vars(model), out=out, headroom_bits=headroom_bits, prompts=prompts, steps=steps, seed=seed, size=size
@@ -93,7 +100,7 @@ def plan(
     return partial(journey.run, request)
 
 
-def demo(*, out: Annotated[Path, Parameter(alias="-o")] = Path("finitune-out/demo"), steps: int = 28) -> Job:
+def demo(*, out: Annotated[Path, Parameter(alias="-o")] = Path("finitune-out/demo"), steps: int = 28) -> VerbJob:
     """See it on a small model: a black picture, its diagnosis, its plan, and the picture.
 
     Parameters
@@ -103,7 +110,7 @@ def demo(*, out: Annotated[Path, Parameter(alias="-o")] = Path("finitune-out/dem
     steps
         Number of denoising steps of each picture.
     """
-    from finitune.journeys import demo as journey
-    from finitune.render.story import story_page
+    from finitune.render.demo_page import render_demo_page
+    from finitune.verbs import demo as journey
 
-    return partial(journey.run, journey.Request(out=out, steps=steps), story_page)
+    return partial(journey.run, journey.Request(out=out, steps=steps), render_demo_page)

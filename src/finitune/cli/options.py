@@ -12,16 +12,16 @@ from cyclopts import Parameter
 from finitune.progress import Progress
 from finitune.report import Report
 
-Job = Callable[[Progress], Report]
-Precision = Literal["auto", "planned-half", "current-half", "bf16", "fp32", "raw-half"]
-Dtype = Literal["fp32", "bf16", "fp16"]
-Flag = Annotated[bool, Parameter(negative="")]
-Out = Annotated[Path | None, Parameter(alias="-o")]
+VerbJob = Callable[[Progress], Report]
+CliPrecision = Literal["auto", "planned-half", "current-half", "bf16", "fp32", "raw-half"]
+CliDtype = Literal["fp32", "bf16", "fp16"]
+CliFlag = Annotated[bool, Parameter(negative="")]
+CliOutPath = Annotated[Path | None, Parameter(alias="-o")]
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
-class Model:
+class CliModelOptions:
     """Where the model is."""
 
     model: str
@@ -39,7 +39,7 @@ class Model:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Picture:
+class CliDrawingOptions:
     """What to draw."""
 
     prompt: str = "red apple"
@@ -58,7 +58,7 @@ class Picture:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class CliRankOptions:
     """How much of a LoRA to keep; with both, the smaller rank wins."""
 
     rank: int | None = None
@@ -69,7 +69,7 @@ class Cut:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Doubts:
+class CliAmbiguityOptions:
     """What an adapter file may leave open."""
 
     dora_side: Literal["out", "in"] | None = None
@@ -84,10 +84,10 @@ class Doubts:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class Adapters(Doubts):
+class CliAdapterOptions(CliAmbiguityOptions):
     """What to put on the model."""
 
     adapter: tuple[str, ...] = ()
     """An adapter file, as FILE or FILE:STRENGTH; may be given several times."""
-    merge_first: Flag = False
+    merge_first: CliFlag = False
     """Put the adapters into the weights, instead of attaching them to the layers."""

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from finitune.cli.options import Doubts, Flag, Job
+from finitune.cli.options import CliAmbiguityOptions, CliFlag, VerbJob
 
 
 def doctor(
-    *, quick: Flag = False, distributed: int | None = None, bundle: Path | None = None, run: Path | None = None
-) -> Job:
+    *, quick: CliFlag = False, distributed: int | None = None, bundle: Path | None = None, run: Path | None = None
+) -> VerbJob:
     """Say whether it will work on this machine, in which dtype, and what to change first.
 
     Parameters
@@ -27,20 +27,20 @@ def doctor(
     run
         The folder of a run, whose configuration, report and steps go into the bundle.
     """
-    from finitune.journeys import doctor as journey
+    from finitune.verbs import doctor as journey
 
     return partial(journey.run, journey.Request(quick=quick, distributed=distributed, bundle=bundle, run=run))
 
 
 def check(
     *paths: Annotated[Path, Parameter(name="PATH", required=True)],
-    doubts: Doubts = Doubts(),
+    doubts: CliAmbiguityOptions = CliAmbiguityOptions(),
     model: str | None = None,
     gpu: str | None = None,
-    fix: Flag = False,
-    yes: Flag = False,
+    fix: CliFlag = False,
+    yes: CliFlag = False,
     html: Path | None = None,
-) -> Job:
+) -> VerbJob:
     """Say what each path is, what is wrong with it, and where it will load; mend what is safe to mend.
 
     Parameters
@@ -59,12 +59,19 @@ def check(
     html
         A page to write of all that was found.
     """
-    from finitune.cli.asking import on_terminal
-    from finitune.journeys import check as journey
-    from finitune.render.findings_page import findings_page
+    from finitune.cli.terminal_prompt import get_terminal_prompt
+    from finitune.render.check_page import render_check_page
+    from finitune.verbs import check as journey
 
-    how = {"model": model, "gpu": gpu, "fix": fix, "yes": yes, "html": html, "ask": on_terminal() if fix else None}
-    return partial(journey.run, journey.Request(paths=paths, **how, **vars(doubts)), page=findings_page)
+    how = {
+        "model": model,
+        "gpu": gpu,
+        "fix": fix,
+        "yes": yes,
+        "html": html,
+        "ask": get_terminal_prompt() if fix else None,
+    }
+    return partial(journey.run, journey.Request(paths=paths, **how, **vars(doubts)), page=render_check_page)
 
 
 def bench(
@@ -74,7 +81,7 @@ def bench(
     size: str = "1024x1024",
     device: str = "auto",
     out: Annotated[Path, Parameter(alias="-o")] = Path("finitune-out/bench-attention.md"),
-) -> Job:
+) -> VerbJob:
     """Measure every kind of attention that is installed: speed, memory, error; and say which to choose here.
 
     Parameters
@@ -90,12 +97,12 @@ def bench(
     out
         The Markdown file to write, a table that can be pasted into an issue.
     """
-    from finitune.journeys import bench as journey
+    from finitune.verbs import bench as journey
 
     return partial(journey.run, journey.Request(what=what, model=model, size=size, device=device, out=out))
 
 
-def explain(code: str = "") -> Job:
+def explain(code: str = "") -> VerbJob:
     """Tell what a code of a report means, how it was found, and what to do.
 
     Parameters
@@ -103,6 +110,6 @@ def explain(code: str = "") -> Job:
     code
         A code, such as DRIVER-OLD, or the beginning of several; all are listed if left out.
     """
-    from finitune.journeys import explain as journey
+    from finitune.verbs import explain as journey
 
     return partial(journey.run, journey.Request(code=code))

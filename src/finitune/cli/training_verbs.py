@@ -8,19 +8,19 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from finitune.cli.options import Flag, Job, Out
+from finitune.cli.options import CliFlag, CliOutPath, VerbJob
 
 
 def train(
     config: Path | None = None,
     *,
     source: Annotated[str | None, Parameter(name="--from")] = None,
-    init: Flag = False,
-    explain: Flag = False,
-    dry_run: Flag = False,
-    resume: Flag = False,
-    out: Out = None,
-) -> Job:
+    init: CliFlag = False,
+    explain: CliFlag = False,
+    dry_run: CliFlag = False,
+    resume: CliFlag = False,
+    out: CliOutPath = None,
+) -> VerbJob:
     """Train an adapter, and check every file that is written.
 
     Parameters
@@ -41,16 +41,16 @@ def train(
     out
         The file for `--init`; else the folder of the run, in place of the configuration's.
     """
-    from finitune.journeys import train as journey
-    from finitune.render.training import training_page
+    from finitune.render.training_page import render_training_page
+    from finitune.verbs import train as journey
 
     request = journey.Request(
         config=config, source=source, init=init, explain=explain, dry_run=dry_run, resume=resume, out=out
     )
-    return partial(journey.run, request, training_page)
+    return partial(journey.run, request, render_training_page)
 
 
-def verify_resume(config: Path, *, steps: int = 6, out: Out = None) -> Job:
+def verify_resume(config: Path, *, steps: int = 6, out: CliOutPath = None) -> VerbJob:
     """Prove that a run that is killed and resumed ends with the same bits.
 
     Parameters
@@ -62,6 +62,6 @@ def verify_resume(config: Path, *, steps: int = 6, out: Out = None) -> Job:
     out
         A folder for both runs; a temporary one if left out.
     """
-    from finitune.journeys import verify_resume as journey
+    from finitune.verbs import verify_resume as journey
 
     return partial(journey.run, journey.Request(config=config, steps=steps, out=out))

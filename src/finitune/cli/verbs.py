@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 from finitune.cli.adapter_verbs import convert, extract, merge, resize
 from finitune.cli.model_verbs import demo, diagnose, generate, plan
-from finitune.cli.options import Job
+from finitune.cli.options import VerbJob
 from finitune.cli.preflight_verbs import bench, check, doctor, explain
 from finitune.cli.training_verbs import train, verify_resume
 
-VERBS: tuple[Callable[..., Job], ...] = (
+CLI_VERBS: tuple[Callable[..., VerbJob], ...] = (
     doctor,
     check,
     generate,

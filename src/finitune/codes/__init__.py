@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-AREAS = {
+CODE_AREAS = {
     "files": "Files",
     "models": "Models",
     "adapters": "Adapters",
@@ -31,7 +31,7 @@ AREAS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Page:
+class CodePage:
     """What there is to say of a code: a line, then what it means, how it was measured or found, and what to do."""
 
     code: str
@@ -48,32 +48,32 @@ class Page:
     """Other codes to look at."""
 
 
-def pages() -> dict[str, Page]:
+def read_code_pages() -> dict[str, CodePage]:
     """All pages by code, area by area."""
-    return {page.code: page for area in AREAS for page in pages_of(area)}
+    return {page.code: page for area in CODE_AREAS for page in read_area_pages(area)}
 
 
 @cache
-def pages_of(area: str) -> tuple[Page, ...]:
+def read_area_pages(area: str) -> tuple[CodePage, ...]:
     """The pages of one area, as they stand in its file."""
     import tomlkit
 
-    document = tomlkit.parse(file_of(area).read_text(encoding="utf-8")).unwrap()
-    return tuple(page_of(code, area, entry) for code, entry in document.items())
+    document = tomlkit.parse(get_area_file(area).read_text(encoding="utf-8")).unwrap()
+    return tuple(parse_code_page(code, area, entry) for code, entry in document.items())
 
 
-def page_of(code: str, area: str, entry: Mapping[str, Any]) -> Page:
+def parse_code_page(code: str, area: str, entry: Mapping[str, Any]) -> CodePage:
     """A table of a file as a page; raises TypeError for a key that pages do not have, or lack."""
     lists = {name: tuple(value) for name, value in entry.items() if isinstance(value, list)}
-    return Page(code=code, area=area, **{**entry, **lists})
+    return CodePage(code=code, area=area, **{**entry, **lists})
 
 
-def file_of(area: str) -> Path:
+def get_area_file(area: str) -> Path:
     """The file of an area."""
     return Path(__file__).parent / f"{area}.toml"
 
 
-def spelled(text: str) -> str:
+def normalise_code(text: str) -> str:
     """A code as people type it, in the one way that codes are written.
 
     >>> spelled(" picture_bomb: "), spelled("Picture bomb"), spelled("`FITS`")

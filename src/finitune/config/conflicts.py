@@ -8,17 +8,17 @@ alpha up to the rank, pictures of any size.
 
 from __future__ import annotations
 
-from finitune.config.conflicts_data import DATA_RULES
-from finitune.config.conflicts_learning import LEARNING_RULES
-from finitune.config.conflicts_model import MODEL_RULES
-from finitune.config.conflicts_run import RUN_RULES
+from finitune.config.conflicts_data import CONFIG_DATA_RULES
+from finitune.config.conflicts_learning import CONFIG_LEARNING_RULES
+from finitune.config.conflicts_model import CONFIG_MODEL_RULES
+from finitune.config.conflicts_run import CONFIG_RUN_RULES
 from finitune.config.schema import TrainConfig
 from finitune.report import Finding, Level
 
-RULES = (*MODEL_RULES, *LEARNING_RULES, *RUN_RULES, *DATA_RULES)
+CONFIG_RULES = (*CONFIG_MODEL_RULES, *CONFIG_LEARNING_RULES, *CONFIG_RUN_RULES, *CONFIG_DATA_RULES)
 
 
-def conflicts(config: TrainConfig) -> list[Finding]:
+def find_config_conflicts(config: TrainConfig) -> list[Finding]:
     """Everything that the table finds in a configuration: errors first, then warnings, then notes."""
-    found = [finding for rule in RULES if (finding := rule.finding(config))]
+    found = [finding for rule in CONFIG_RULES if (finding := rule.finding(config))]
     return sorted(found, key=lambda finding: list(Level).index(finding.level))

@@ -6,28 +6,35 @@ import math
 import re
 from collections.abc import Mapping
 
-from finitune.config.rule import ERROR, NOTE, WARNING, Holds, Rule, idle
+from finitune.config.config_rule import (
+    CONFIG_ERROR,
+    CONFIG_NOTE,
+    CONFIG_WARNING,
+    ConfigCondition,
+    ConfigRule,
+    make_no_effect_rule,
+)
 from finitune.config.schema import TrainConfig
 
-ADDITIVE = ("lora", "loha", "lokr", "full")
+DORA_ALGORITHMS = ("lora", "loha", "lokr", "full")
 """Algorithms whose change is added to the weight, so that DoRA's magnitudes have a meaning."""
-RANKED = ("lora", "loha", "lokr", "glora")
+ALPHA_SCALED_ALGORITHMS = ("lora", "loha", "lokr", "glora")
 """Algorithms with a rank and a scale alpha / rank."""
-BLOCKED = ("oft", "boft", "oft_v2")
+BLOCK_SIZE_ALGORITHMS = ("oft", "boft", "oft_v2")
 """Algorithms that take the rank as the size of their blocks."""
-MAX_SCALE = 8.0
+_MAX_NETWORK_SCALE = 8.0
 """alpha / rank above which training tends to diverge; 32 is reported with losses of NaN (kohya_ss, issue 1758)."""
 
 
-def algorithm_is_not(*names: str) -> Holds:
+def match_other_algorithm(*names: str) -> ConfigCondition:
     """The condition that the adapter is of another kind."""
     return lambda config: config.network.algorithm not in names
 
 
-def largest_scale(config: TrainConfig) -> Mapping[str, object]:
+def find_excessive_network_scale(config: TrainConfig) -> Mapping[str, object]:
     """alpha and rank of the largest scale, where it is above MAX_SCALE."""
     network = config.network
-    if network.algorithm not in RANKED:
+    if network.algorithm not in ALPHA_SCALED_ALGORITHMS:
         return {}
     ranks = {"": network.network_dim, **network.network_reg_dims}
     scales = []
@@ -35,10 +42,10 @@ def largest_scale(config: TrainConfig) -> Mapping[str, object]:
         alpha = network.network_reg_alphas.get(pattern, network.network_alpha) or rank
         scales.append((alpha / (math.sqrt(rank) if network.rs_lora else max(rank, 1)), alpha, rank))
     scale, alpha, rank = max(scales)
-    return {"scale": f"{scale:g}", "alpha": f"{alpha:g}", "rank": rank} if scale > MAX_SCALE else {}
+    return {"scale": f"{scale:g}", "alpha": f"{alpha:g}", "rank": rank} if scale > _MAX_NETWORK_SCALE else {}
 
 
-def alphas_left_behind(config: TrainConfig) -> Mapping[str, object]:
+def find_pattern_without_alpha(config: TrainConfig) -> Mapping[str, object]:
     """The first pattern with a rank of its own and the alpha of the others."""
     network = config.network
     for pattern, rank in network.network_reg_dims.items():
@@ -48,7 +55,7 @@ def alphas_left_behind(config: TrainConfig) -> Mapping[str, object]:
     return {}
 
 
-def bad_pattern(config: TrainConfig) -> Mapping[str, object]:
+def find_invalid_network_pattern(config: TrainConfig) -> Mapping[str, object]:
     """The first pattern that is no regular expression."""
     network = config.network
     lists = ("exclude_patterns", "include_patterns", "only_patterns")
@@ -62,7 +69,7 @@ def bad_pattern(config: TrainConfig) -> Mapping[str, object]:
     return {}
 
 
-def bad_regional_value(config: TrainConfig) -> Mapping[str, object]:
+def find_invalid_pattern_value(config: TrainConfig) -> Mapping[str, object]:
     """The first rank below 1, or alpha or learning rate below 0, by pattern."""
     network = config.network
     lowest = (("network_reg_dims", 1), ("network_reg_alphas", 0), ("network_reg_lrs", 0))
@@ -77,9 +84,9 @@ def bad_regional_value(config: TrainConfig) -> Mapping[str, object]:
     )
 
 
-MODEL = (
-    Rule(
-        ERROR,
+_MODEL_SECTION_RULES = (
+    ConfigRule(
+        CONFIG_ERROR,
         "OFFLOAD-TEXT-ENCODER",
         "training.offload_blocks",
         lambda c: c.network.train_text_encoder and c.training.offload_blocks,
@@ -87,30 +94,30 @@ MODEL = (
         "which is the memory that offloading is to free",
         "Leave train_text_encoder out, or offload_blocks at 0; gradient_checkpointing saves memory with both.",
     ),
-    Rule(
-        ERROR,
+    ConfigRule(
+        CONFIG_ERROR,
         "OFFLOAD-NEEDS-GPU",
         "training.offload_blocks",
         lambda c: c.training.offload_blocks and c.model.device == "cpu",
         "offload_blocks: there is no GPU to hold the blocks away from",
         "Set offload_blocks = 0 when computing on the CPU.",
     ),
-    Rule(
-        WARNING,
+    ConfigRule(
+        CONFIG_WARNING,
         "STORAGE-TEXT-ENCODER",
         "model.storage",
         lambda c: c.model.storage == "fp8" and c.network.train_text_encoder,
         "the text encoder learns on weights rounded to fp8, which keeps 3 bits of fraction",
         "Set storage to auto, or leave train_text_encoder out.",
     ),
-    idle(
+    make_no_effect_rule(
         "model.plan",
         lambda c: c.model.precision not in ("auto", "planned-half"),
         "with this precision: only planned-half follows a plan",
         "Set precision to planned-half, or leave the plan out.",
     ),
     *(
-        idle(
+        make_no_effect_rule(
             f"model.{name}",
             lambda c: c.model.pretrained_model_name_or_path == "pico-anima",
             "with pico-anima: it has its own",
@@ -119,67 +126,93 @@ MODEL = (
     ),
 )
 
-NETWORK = (
-    Rule(
-        ERROR,
+_NETWORK_SECTION_RULES = (
+    ConfigRule(
+        CONFIG_ERROR,
         "DORA-ALGORITHM",
         "network.dora",
-        lambda c: c.network.dora and c.network.algorithm not in ADDITIVE and {"algorithm": c.network.algorithm},
+        lambda c: c.network.dora and c.network.algorithm not in DORA_ALGORITHMS and {"algorithm": c.network.algorithm},
         "dora has no meaning with {algorithm}, whose change is not added to the weight",
-        f"Leave dora out, or take one of {', '.join(ADDITIVE)}.",
+        f"Leave dora out, or take one of {', '.join(DORA_ALGORITHMS)}.",
     ),
-    Rule(
-        WARNING,
+    ConfigRule(
+        CONFIG_WARNING,
         "NETWORK-SCALE",
         "network.network_alpha",
-        largest_scale,
+        find_excessive_network_scale,
         "alpha {alpha} at rank {rank} is a scale of {scale}: training tends to diverge",
         "Take network_alpha at most as large as the rank, and raise the learning rate if it learns too little.",
     ),
-    Rule(
-        NOTE,
+    ConfigRule(
+        CONFIG_NOTE,
         "NETWORK-SCALE-BY-PATTERN",
         "network.network_reg_dims",
-        alphas_left_behind,
+        find_pattern_without_alpha,
         "{pattern!r} has rank {rank} with the common alpha, so its scale is {scale} in place of {usual}",
         "Give the pattern an alpha in network_reg_alphas if that is not meant.",
     ),
-    Rule(
-        ERROR,
+    ConfigRule(
+        CONFIG_ERROR,
         "PATTERN-UNREADABLE",
         "network",
-        bad_pattern,
+        find_invalid_network_pattern,
         "{option}: {pattern!r} is no regular expression: {why}",
         r"A dot stands for any sign, `.*` for any text; write `\.` for a dot itself.",
     ),
-    Rule(
-        ERROR,
+    ConfigRule(
+        CONFIG_ERROR,
         "PATTERN-VALUE",
         "network",
-        bad_regional_value,
+        find_invalid_pattern_value,
         "{option}: {value} for {pattern!r} is below {least}",
         "To leave modules out, name them in exclude_patterns.",
     ),
-    Rule(
-        WARNING,
+    ConfigRule(
+        CONFIG_WARNING,
         "NETWORK-RATE-ZERO",
         "network.network_reg_lrs",
         lambda c: any(rate == 0 for rate in c.network.network_reg_lrs.values()),
         "modules with a learning rate of 0 get an adapter that learns nothing",
         "Name them in exclude_patterns.",
     ),
-    idle("network.factor", algorithm_is_not("lokr"), "without algorithm = lokr"),
-    idle("network.full_matrix", algorithm_is_not("lokr"), "without algorithm = lokr"),
-    idle("network.decompose_both", algorithm_is_not("lokr"), "without algorithm = lokr"),
-    idle("network.unbalanced", algorithm_is_not("lokr"), "without algorithm = lokr"),
-    idle("network.use_tucker", algorithm_is_not("lora", "loha", "lokr"), "without algorithm = lora, loha or lokr"),
-    idle("network.constraint", algorithm_is_not("oft", "boft"), "without algorithm = oft or boft"),
-    idle("network.network_dim", algorithm_is_not(*RANKED, *BLOCKED), "with an algorithm that has no rank"),
-    idle("network.network_alpha", algorithm_is_not(*RANKED), "with an algorithm that has no scale"),
-    idle("network.conv_dim", lambda c: c.network.conv_dim and algorithm_is_not(*RANKED, *BLOCKED)(c), "without a rank"),
-    idle("network.conv_alpha", lambda c: algorithm_is_not(*RANKED)(c) or c.network.conv_dim == 0, "without a conv_dim"),
-    idle("network.rs_lora", algorithm_is_not(*RANKED), "with an algorithm that has no scale"),
-    idle("network.network_reg_dims", algorithm_is_not(*RANKED, *BLOCKED), "with an algorithm that has no rank"),
-    idle("network.network_reg_alphas", algorithm_is_not(*RANKED), "with an algorithm that has no scale"),
+    make_no_effect_rule("network.factor", match_other_algorithm("lokr"), "without algorithm = lokr"),
+    make_no_effect_rule("network.full_matrix", match_other_algorithm("lokr"), "without algorithm = lokr"),
+    make_no_effect_rule("network.decompose_both", match_other_algorithm("lokr"), "without algorithm = lokr"),
+    make_no_effect_rule("network.unbalanced", match_other_algorithm("lokr"), "without algorithm = lokr"),
+    make_no_effect_rule(
+        "network.use_tucker", match_other_algorithm("lora", "loha", "lokr"), "without algorithm = lora, loha or lokr"
+    ),
+    make_no_effect_rule("network.constraint", match_other_algorithm("oft", "boft"), "without algorithm = oft or boft"),
+    make_no_effect_rule(
+        "network.network_dim",
+        match_other_algorithm(*ALPHA_SCALED_ALGORITHMS, *BLOCK_SIZE_ALGORITHMS),
+        "with an algorithm that has no rank",
+    ),
+    make_no_effect_rule(
+        "network.network_alpha", match_other_algorithm(*ALPHA_SCALED_ALGORITHMS), "with an algorithm that has no scale"
+    ),
+    make_no_effect_rule(
+        "network.conv_dim",
+        lambda c: c.network.conv_dim and match_other_algorithm(*ALPHA_SCALED_ALGORITHMS, *BLOCK_SIZE_ALGORITHMS)(c),
+        "without a rank",
+    ),
+    make_no_effect_rule(
+        "network.conv_alpha",
+        lambda c: match_other_algorithm(*ALPHA_SCALED_ALGORITHMS)(c) or c.network.conv_dim == 0,
+        "without a conv_dim",
+    ),
+    make_no_effect_rule(
+        "network.rs_lora", match_other_algorithm(*ALPHA_SCALED_ALGORITHMS), "with an algorithm that has no scale"
+    ),
+    make_no_effect_rule(
+        "network.network_reg_dims",
+        match_other_algorithm(*ALPHA_SCALED_ALGORITHMS, *BLOCK_SIZE_ALGORITHMS),
+        "with an algorithm that has no rank",
+    ),
+    make_no_effect_rule(
+        "network.network_reg_alphas",
+        match_other_algorithm(*ALPHA_SCALED_ALGORITHMS),
+        "with an algorithm that has no scale",
+    ),
 )
-MODEL_RULES = (*MODEL, *NETWORK)
+CONFIG_MODEL_RULES = (*_MODEL_SECTION_RULES, *_NETWORK_SECTION_RULES)

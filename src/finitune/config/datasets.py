@@ -6,22 +6,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Size = int | tuple[int, int]
-Rate = float
+ResolutionOption = int | tuple[int, int]
+UnitShare = float
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """A group of options: frozen, and an unknown one is an error. The text below each option is its documentation."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=False)
 
 
-class SubsetOptions(Section):
+class SubsetOptions(ConfigSection):
     """What may stand at any level, and holds for the subsets below."""
 
     num_repeats: int = Field(default=1, ge=1)
@@ -44,11 +45,11 @@ class SubsetOptions(Section):
     """Text in front of each caption."""
     caption_suffix: str = ""
     """Text behind each caption."""
-    caption_dropout_rate: Rate = Field(default=0.0, ge=0, le=1)
+    caption_dropout_rate: UnitShare = Field(default=0.0, ge=0, le=1)
     """The share of appearances with an empty caption."""
     caption_dropout_every_n_epochs: int = Field(default=0, ge=0)
     """Empty captions in every n-th epoch; 0 is never."""
-    caption_tag_dropout_rate: Rate = Field(default=0.0, ge=0, le=1)
+    caption_tag_dropout_rate: UnitShare = Field(default=0.0, ge=0, le=1)
     """The share of tags left out, kept ones excepted."""
     token_warmup_min: int = Field(default=1, ge=1)
     """The number of tags at the first step of a token warm-up."""
@@ -80,7 +81,7 @@ class SubsetOptions(Section):
 class DatasetOptions(SubsetOptions):
     """What may stand in [general] and in [[datasets]]."""
 
-    resolution: Size = 1024
+    resolution: ResolutionOption = 1024
     """The area of a picture in pixels, as a side length or [width, height]."""
     batch_size: int | None = Field(default=None, ge=1)
     """Pictures in a micro-batch; left out: train_batch_size."""
@@ -96,11 +97,11 @@ class DatasetOptions(SubsetOptions):
     """Never enlarge a picture: small ones get buckets of their own."""
     network_multiplier: float = 1.0
     """The strength of the adapter while it learns from this dataset."""
-    validation_split: Rate = Field(default=0.0, ge=0, lt=1)
+    validation_split: UnitShare = Field(default=0.0, ge=0, lt=1)
     """The share of pictures kept out of training, to measure the loss on."""
     validation_seed: int | None = None
     """Seed of that choice; left out: the run's seed."""
-    skip_image_resolution: Size | None = None
+    skip_image_resolution: ResolutionOption | None = None
     """Pictures up to this area are left out, as they were trained at another resolution."""
 
 
@@ -128,7 +129,7 @@ class Dataset(DatasetOptions):
     """The folders."""
 
 
-class DatasetConfig(Section):
+class DatasetConfig(ConfigSection):
     """A dataset TOML: as a file of its own, or in the training's TOML."""
 
     general: DatasetOptions = DatasetOptions()
@@ -151,17 +152,25 @@ class ResolvedDataset(DatasetOptions):
     """The folders, with everything they inherit."""
 
 
-def flattened(config: DatasetConfig) -> tuple[ResolvedDataset, ...]:
+def resolve_datasets(config: DatasetConfig) -> tuple[ResolvedDataset, ...]:
     """The datasets with every inherited option written out: what a level does not set, it has from the one above."""
     resolved: list[ResolvedDataset] = []
     for place, dataset in enumerate(config.datasets):
-        above = stated(config.general) | stated(dataset)
+        above = get_stated_options(config.general) | get_stated_options(dataset)
         own = {name: value for name, value in above.items() if name in SubsetOptions.model_fields}
-        subsets = tuple(ResolvedSubset(**(own | stated(subset)), dataset=place) for subset in dataset.subsets)
+        subsets = tuple(
+            ResolvedSubset(**(own | get_stated_options(subset)), dataset=place) for subset in dataset.subsets
+        )
         resolved.append(ResolvedDataset(**{**above, "subsets": subsets}))
     return tuple(resolved)
 
 
-def stated(section: Section) -> dict[str, Any]:
+def get_stated_options(section: ConfigSection) -> dict[str, Any]:
     """The options that were written down, as they are."""
     return {name: getattr(section, name) for name in type(section).model_fields if name in section.model_fields_set}
+
+
+def parse_numbered_folder(name: str) -> tuple[int, str] | None:
+    """Repeats and name of a folder `N_name`; None for another name."""
+    match = re.match(r"(-?\d+)(?:_(.*))?$", name, re.DOTALL)
+    return (int(match[1]), match[2] or "") if match else None

@@ -12,16 +12,16 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from finitune.config.text import read_toml
-from finitune.errors import did_you_mean
+from finitune.config.toml_text import read_toml
+from finitune.errors import suggest_nearest_name
 from finitune.report import Finding, Level
 
-KEYS = (
+_LYCORIS_PRESET_KEYS = (
     *("enable_conv", "target_module", "target_name", "unet_target_module", "unet_target_name", "exclude_name"),
     *("text_encoder_target_module", "text_encoder_target_name", "module_algo_map", "name_algo_map", "lora_prefix"),
     "use_fnmatch",
 )
-CLASSES = {
+_MODULE_PATTERN_BY_CLASS = {
     "Block": r"blocks\.",
     "PatchEmbed": r"x_embedder\.",
     "TimestepEmbedding": r"t_embedder\.",
@@ -33,7 +33,7 @@ CLASSES = {
 """The classes of Anima's own code, by where their modules stand."""
 
 
-def preset_findings(path: Path, names: Sequence[str]) -> list[Finding]:
+def check_lycoris_preset(path: Path, names: Sequence[str]) -> list[Finding]:
     """Keys of a preset that LyCORIS does not know, and what in it names none of the modules, by their original names.
 
     Raises what `read_toml` does.
@@ -44,14 +44,15 @@ def preset_findings(path: Path, names: Sequence[str]) -> list[Finding]:
             Level.WARNING,
             "LYCORIS-PRESET-KEY",
             f"{path}: {key}",
-            f"LyCORIS's presets have no key {key!r}: version 3 passes over it, 4 stops.{did_you_mean(key, KEYS)}",
+            f"LyCORIS's presets have no key {key!r}: version 3 passes over it, 4 "
+            f"stops.{suggest_nearest_name(key, _LYCORIS_PRESET_KEYS)}",
             {"key": key},
-            f"These are: {', '.join(KEYS)}.",
+            f"These are: {', '.join(_LYCORIS_PRESET_KEYS)}.",
         )
         for key in preset
-        if key not in KEYS
+        if key not in _LYCORIS_PRESET_KEYS
     ]
-    targets = {target: count(target, names, preset, by) for target, by in targets_of(preset)}
+    targets = {target: count_preset_matches(target, names, preset, by) for target, by in list_preset_targets(preset)}
     idle = [target for target, number in targets.items() if not number]
     if idle and any(targets.values()):
         message = f"{', '.join(idle)}: no module of this model is called so"
@@ -63,7 +64,7 @@ def preset_findings(path: Path, names: Sequence[str]) -> list[Finding]:
     return found
 
 
-def targets_of(preset: Mapping[str, Any]) -> list[tuple[str, str]]:
+def list_preset_targets(preset: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a preset names of the denoiser, each by "name" or by "module"."""
     return [
         (str(target), by)
@@ -73,10 +74,10 @@ def targets_of(preset: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def count(target: str, names: Sequence[str], preset: Mapping[str, Any], by: str) -> int:
+def count_preset_matches(target: str, names: Sequence[str], preset: Mapping[str, Any], by: str) -> int:
     """How many of the modules a target names."""
     if by == "module":
-        pattern = CLASSES.get(target)
+        pattern = _MODULE_PATTERN_BY_CLASS.get(target)
         return sum(bool(re.match(pattern, name)) for name in names) if pattern else 0
     if preset.get("use_fnmatch"):
         return sum(fnmatch(name, target) for name in names)

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from finitune.config.datasets import DatasetConfig, Rate, Section
+from finitune.config.datasets import ConfigSection, DatasetConfig, UnitShare
 
-Precision = Literal["auto", "planned-half", "current-half", "bf16", "fp32"]
-Algorithm = Literal["lora", "loha", "lokr", "glora", "full", "ia3", "oft", "boft", "oft_v2"]
-Spelling = Literal["kohya", "comfy", "diffusers", "peft"]
-Schedule = Literal[
+PrecisionMode = Literal["auto", "planned-half", "current-half", "bf16", "fp32"]
+AlgorithmName = Literal["lora", "loha", "lokr", "glora", "full", "ia3", "oft", "boft", "oft_v2"]
+SpellingName = Literal["kohya", "comfy", "diffusers", "peft"]
+LrSchedulerName = Literal[
     "constant",
     "constant_with_warmup",
     "linear",
@@ -27,7 +27,7 @@ Schedule = Literal[
 ]
 
 
-class ModelSection(Section):
+class ModelSection(ConfigSection):
     """The base model; it is never changed."""
 
     pretrained_model_name_or_path: str
@@ -40,7 +40,7 @@ class ModelSection(Section):
     """Ours: a folder with `tokenizer` and `t5_tokenizer`, where the model is a file."""
     device: str = "auto"
     """Ours: where to compute: `auto` takes the first GPU if there is one, else the CPU."""
-    precision: Precision = "auto"
+    precision: PrecisionMode = "auto"
     """Ours: how to compute; `auto` takes what holds on this machine and says why."""
     plan: Path | None = None
     """Ours: a precision plan, as `finitune plan` writes it, for planned-half."""
@@ -48,10 +48,10 @@ class ModelSection(Section):
     """Ours: how the frozen weights are held in memory; `auto` is the dtype of the arithmetic."""
 
 
-class NetworkSection(Section):
+class NetworkSection(ConfigSection):
     """The adapter."""
 
-    algorithm: Algorithm = "lora"
+    algorithm: AlgorithmName = "lora"
     """Ours: what kind of adapter. kohya: network_module, and algo in network_args."""
     network_dim: int = Field(default=16, ge=1)
     """The rank."""
@@ -77,11 +77,11 @@ class NetworkSection(Section):
     """A core for convolutions with a kernel."""
     constraint: float = Field(default=0.0, ge=0)
     """OFT, BOFT: the largest size of a rotation; 0 is none."""
-    network_dropout: Rate = Field(default=0.0, ge=0, lt=1)
+    network_dropout: UnitShare = Field(default=0.0, ge=0, lt=1)
     """The share of activations at the rank that are dropped."""
-    rank_dropout: Rate = Field(default=0.0, ge=0, lt=1)
+    rank_dropout: UnitShare = Field(default=0.0, ge=0, lt=1)
     """The share of ranks that are dropped for a sample."""
-    module_dropout: Rate = Field(default=0.0, ge=0, lt=1)
+    module_dropout: UnitShare = Field(default=0.0, ge=0, lt=1)
     """The share of steps in which a module goes without its adapter."""
     scale_weight_norms: float | None = Field(default=None, gt=0)
     """The largest norm of a module's change; larger ones are scaled down after each step."""
@@ -106,7 +106,7 @@ class NetworkSection(Section):
     """An adapter file to start from."""
 
 
-class ObjectiveSection(Section):
+class ObjectiveSection(ConfigSection):
     """What is learned: rectified flow, the velocity noise - latent."""
 
     timestep_sampling: Literal["sigmoid", "uniform", "shift", "flux_shift", "sigma"] = "sigmoid"
@@ -143,7 +143,7 @@ class ObjectiveSection(Section):
     """The deviation of extra noise on the model's input, which the target does not have."""
 
 
-class OptimizerSection(Section):
+class OptimizerSection(ConfigSection):
     """How it is learned."""
 
     optimizer_type: str = "AdamW"
@@ -158,7 +158,7 @@ class OptimizerSection(Section):
     """That of the text conditioner."""
     loraplus_lr_ratio: float | None = Field(default=None, gt=0)
     """LoRA+: how much larger the rate of up factors (LoHa: w2_a, LoKr: w1) is."""
-    lr_scheduler: Schedule = "constant"
+    lr_scheduler: LrSchedulerName = "constant"
     """The course of the learning rate."""
     lr_warmup_steps: float = Field(default=0.0, ge=0)
     """Optimiser steps of linear warm-up; below 1, the share of all steps."""
@@ -174,7 +174,7 @@ class OptimizerSection(Section):
     """Ours: save a moving average of the adapter, with this decay for each step."""
 
 
-class TrainingSection(Section):
+class TrainingSection(ConfigSection):
     """How long, how much at once, and how it fits."""
 
     max_train_steps: int | None = Field(default=None, ge=1)
@@ -203,7 +203,7 @@ class TrainingSection(Section):
     """Pictures that the VAE encodes at once."""
 
 
-class GuardSection(Section):
+class GuardSection(ConfigSection):
     """Ours: what happens when a number is not finite. A step with one never reaches the adapter."""
 
     max_skips: int = Field(default=3, ge=1)
@@ -218,7 +218,7 @@ class GuardSection(Section):
     """Losses and gradients further from the median than so many deviations are reported."""
 
 
-class SavingSection(Section):
+class SavingSection(ConfigSection):
     """What is written, and when."""
 
     output_dir: Path
@@ -235,7 +235,7 @@ class SavingSection(Section):
     """Write the state of the run with each file, to resume from."""
     save_precision: Literal["fp32", "fp16", "bf16"] = "fp32"
     """The dtype of adapter files. kohya calls fp32 float."""
-    save_as: tuple[Spelling, ...] = ("kohya",)
+    save_as: tuple[SpellingName, ...] = ("kohya",)
     """Ours: the spellings to write."""
     resume: Literal["never", "auto"] | Path = "never"
     """`auto`: go on from the last state in the output folder, if there is one; or a state's folder."""
@@ -245,7 +245,7 @@ class SavingSection(Section):
     """Written to the file's metadata."""
 
 
-class PreviewSection(Section):
+class PreviewSection(ConfigSection):
     """Pictures drawn on the way, with fixed prompts and seeds."""
 
     sample_every_n_steps: int | None = Field(default=None, ge=1)
@@ -266,7 +266,7 @@ class PreviewSection(Section):
     """WIDTHxHEIGHT; left out: the model's own."""
 
 
-class ValidationSection(Section):
+class ValidationSection(ConfigSection):
     """The loss on pictures kept out, at fixed sigmas and fixed noise."""
 
     validate_every_n_steps: int | None = Field(default=None, ge=1)
@@ -279,7 +279,7 @@ class ValidationSection(Section):
     """The largest number of pictures to measure on."""
 
 
-class LoggingSection(Section):
+class LoggingSection(ConfigSection):
     """What is kept to look at."""
 
     log_with: Literal["none", "tensorboard"] = "none"
@@ -315,7 +315,7 @@ class TrainConfig(DatasetConfig):
     """What is kept to look at."""
 
 
-SECTIONS = (
+CONFIG_SECTION_NAMES = (
     "model",
     "network",
     "objective",

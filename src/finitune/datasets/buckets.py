@@ -13,34 +13,34 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from finitune.config.datasets import DatasetOptions, ResolvedDataset
-from finitune.datasets.items import Example, Placement, Size
+from finitune.datasets.items import BucketPlacement, PixelSize, TrainingExample
 from finitune.errors import UsageError
 from finitune.report import Finding, Level, Table
 
-SIDE_MULTIPLE = 16
+BUCKET_SIDE_MULTIPLE = 16
 """The sides that a model takes: the VAE's 8 pixels by the patch's 2."""
 
-MUCH_ENLARGED = 2.0
-MUCH_CUT = 0.5
-NAMES_SHOWN = 5
+_MAX_ENLARGEMENT = 2.0
+_MAX_CROPPED_SHARE = 0.5
+_MAX_NAMES_SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Placed:
+class BucketPlacements:
     """The examples that have a place, their placements in the same order, and what is to be said of them."""
 
-    examples: tuple[Example, ...]
-    placements: tuple[Placement, ...]
+    examples: tuple[TrainingExample, ...]
+    placements: tuple[BucketPlacement, ...]
     findings: tuple[Finding, ...]
 
 
-def sides_of(resolution: int | tuple[int, int]) -> Size:
+def to_width_height(resolution: int | tuple[int, int]) -> PixelSize:
     """Width and height of a resolution that is a side or a pair."""
     return (resolution, resolution) if isinstance(resolution, int) else resolution
 
 
 @lru_cache
-def bucket_sizes(resolution: Size, minimum: int, maximum: int, step: int) -> tuple[Size, ...]:
+def compute_bucket_sizes(resolution: PixelSize, minimum: int, maximum: int, step: int) -> tuple[PixelSize, ...]:
     """All sizes, sorted, with sides of `step` multiples in minimum .. maximum and up to the area of `resolution`.
 
     The bounds are widened to hold the sides of `resolution`, and to multiples of `step`.
@@ -57,54 +57,56 @@ def bucket_sizes(resolution: Size, minimum: int, maximum: int, step: int) -> tup
     return tuple(sorted(sizes))
 
 
-def check_sides(options: DatasetOptions) -> None:
+def check_bucket_sides(options: DatasetOptions) -> None:
     """Raises UsageError where sides would not be multiples of 16."""
-    step, resolution = options.bucket_reso_steps, sides_of(options.resolution)
-    if options.enable_bucket and step % SIDE_MULTIPLE:
-        raise not_a_multiple("bucket_reso_steps", step)
+    step, resolution = options.bucket_reso_steps, to_width_height(options.resolution)
+    if options.enable_bucket and step % BUCKET_SIDE_MULTIPLE:
+        raise build_side_error("bucket_reso_steps", step)
     for side in resolution:
-        if side < SIDE_MULTIPLE or (not options.enable_bucket and side % SIDE_MULTIPLE):
-            raise not_a_multiple("resolution", side)
+        if side < BUCKET_SIDE_MULTIPLE or (not options.enable_bucket and side % BUCKET_SIDE_MULTIPLE):
+            raise build_side_error("resolution", side)
 
 
-def not_a_multiple(option: str, value: int) -> UsageError:
+def build_side_error(option: str, value: int) -> UsageError:
     """The error for a side that the model cannot take."""
-    near = max(1, round(value / SIDE_MULTIPLE)) * SIDE_MULTIPLE
+    near = max(1, round(value / BUCKET_SIDE_MULTIPLE)) * BUCKET_SIDE_MULTIPLE
     return UsageError(
-        f"{option} is {value}, and sides of pictures must be multiples of {SIDE_MULTIPLE}",
+        f"{option} is {value}, and sides of pictures must be multiples of {BUCKET_SIDE_MULTIPLE}",
         code="SIDE-NOT-MULTIPLE",
         subject=option,
-        evidence={option: value, "multiple": SIDE_MULTIPLE},
+        evidence={option: value, "multiple": BUCKET_SIDE_MULTIPLE},
         remedy=f"Take {option} = {near}" + (", or enable_bucket = true." if option == "resolution" else "."),
     )
 
 
-def place(size: Size, options: DatasetOptions) -> Placement | None:
+def place_in_bucket(size: PixelSize, options: DatasetOptions) -> BucketPlacement | None:
     """Where a picture of this size lies; None where it is too small to be in any bucket."""
-    resolution = sides_of(options.resolution)
+    resolution = to_width_height(options.resolution)
     if not options.enable_bucket:
-        return covering(size, resolution)
+        return scale_to_cover(size, resolution)
     if options.bucket_no_upscale:
-        return place_without_enlarging(size, resolution[0] * resolution[1], options.bucket_reso_steps)
-    sizes = bucket_sizes(resolution, options.min_bucket_reso, options.max_bucket_reso, options.bucket_reso_steps)
+        return place_without_upscaling(size, resolution[0] * resolution[1], options.bucket_reso_steps)
+    sizes = compute_bucket_sizes(
+        resolution, options.min_bucket_reso, options.max_bucket_reso, options.bucket_reso_steps
+    )
     aspect = size[0] / size[1]
-    return covering(size, size if size in sizes else min(sizes, key=lambda s: abs(s[0] / s[1] - aspect)))
+    return scale_to_cover(size, size if size in sizes else min(sizes, key=lambda s: abs(s[0] / s[1] - aspect)))
 
 
-def covering(size: Size, bucket: Size) -> Placement:
+def scale_to_cover(size: PixelSize, bucket: PixelSize) -> BucketPlacement:
     """The picture scaled so that it just covers the bucket."""
     (width, height), (wide, high) = size, bucket
     if width * high > wide * height:  # wider than the bucket: the heights meet
-        return Placement(bucket, (rounded(width * high, height), high))
-    return Placement(bucket, (wide, rounded(height * wide, width)))
+        return BucketPlacement(bucket, (round_half_up(width * high, height), high))
+    return BucketPlacement(bucket, (wide, round_half_up(height * wide, width)))
 
 
-def rounded(numerator: int, denominator: int) -> int:
+def round_half_up(numerator: int, denominator: int) -> int:
     """The fraction rounded to the nearest whole number, halves up."""
     return (2 * numerator + denominator) // (2 * denominator)
 
 
-def place_without_enlarging(size: Size, area: int, step: int) -> Placement | None:
+def place_without_upscaling(size: PixelSize, area: int, step: int) -> BucketPlacement | None:
     """The picture at its own size, or shrunk to the area; its bucket is what is left of it in whole steps."""
     width, height = size
     scaled = size
@@ -112,67 +114,69 @@ def place_without_enlarging(size: Size, area: int, step: int) -> Placement | Non
         # One side is put on a step; of the two ways, the one whose bucket has the more similar shape.
         aspect = width / height
         ideal = math.sqrt(area * aspect)
-        wide, high = nearest_step(ideal, step), nearest_step(area / ideal, step)
+        wide, high = round_to_step(ideal, step), round_to_step(area / ideal, step)
         ways = [
-            ((wide, int(wide / aspect + 0.5)), (wide, nearest_step(wide / aspect, step))),
-            ((int(high * aspect + 0.5), high), (nearest_step(high * aspect, step), high)),
+            ((wide, int(wide / aspect + 0.5)), (wide, round_to_step(wide / aspect, step))),
+            ((int(high * aspect + 0.5), high), (round_to_step(high * aspect, step), high)),
         ]
         by_width, by_height = (abs(w / h - aspect) if w and h else math.inf for _, (w, h) in ways)
         scaled = ways[0 if by_width < by_height else 1][0]
     bucket = (scaled[0] // step * step, scaled[1] // step * step)
-    return Placement(bucket, scaled) if all(bucket) else None
+    return BucketPlacement(bucket, scaled) if all(bucket) else None
 
 
-def nearest_step(side: float, step: int) -> int:
+def round_to_step(side: float, step: int) -> int:
     """The side rounded to a whole number, then down to a multiple of `step`."""
     return int(side + 0.5) // step * step
 
 
-def enlarged(size: Size, placement: Placement) -> float:
+def compute_enlargement(size: PixelSize, placement: BucketPlacement) -> float:
     """The factor by which a picture is scaled."""
     return max(placement.scaled[0] / size[0], placement.scaled[1] / size[1])
 
 
-def cut(placement: Placement) -> float:
+def compute_cropped_share(placement: BucketPlacement) -> float:
     """The share of a picture that lies outside of its bucket."""
     return 1 - math.prod(placement.bucket) / math.prod(placement.scaled)
 
 
-def place_all(examples: Sequence[Example], datasets: Sequence[ResolvedDataset], batch_size: int) -> Placed:
+def place_examples(
+    examples: Sequence[TrainingExample], datasets: Sequence[ResolvedDataset], batch_size: int
+) -> BucketPlacements:
     """The place of every example; those without one, or skipped for their size, are left out and told.
 
     `batch_size` counts for datasets without one of their own. Raises UsageError (SIDE-NOT-MULTIPLE).
     """
     for dataset in datasets:
-        check_sides(dataset)
-    kept: list[tuple[Example, Placement]] = []
-    small: list[tuple[float, Example]] = []
-    skipped: list[tuple[float, Example]] = []
+        check_bucket_sides(dataset)
+    kept: list[tuple[TrainingExample, BucketPlacement]] = []
+    small: list[tuple[float, TrainingExample]] = []
+    skipped: list[tuple[float, TrainingExample]] = []
     for example in examples:
         options = datasets[example.subset.dataset]
         limit = options.skip_image_resolution
-        placement = place(example.size, options)
-        if limit is not None and math.prod(example.size) <= math.prod(sides_of(limit)):
+        placement = place_in_bucket(example.size, options)
+        if limit is not None and math.prod(example.size) <= math.prod(to_width_height(limit)):
             skipped.append((math.prod(example.size), example))
         elif placement is None:
             small.append((min(example.size), example))
         else:
             kept.append((example, placement))
-    large = [(factor, e) for e, p in kept if (factor := enlarged(e.size, p)) > MUCH_ENLARGED]
-    lost = [(share, e) for e, p in kept if (share := cut(p)) > MUCH_CUT]
+    large = [(factor, e) for e, p in kept if (factor := compute_enlargement(e.size, p)) > _MAX_ENLARGEMENT]
+    lost = [(share, e) for e, p in kept if (share := compute_cropped_share(p)) > _MAX_CROPPED_SHARE]
     findings = [
-        *about_small(small),
-        *about_skipped(skipped),
-        *about_enlarged(large),
-        *about_cut(lost),
-        *about_batches(kept, datasets, batch_size),
+        *report_too_small(small),
+        *report_skipped_pictures(skipped),
+        *report_enlarged(large),
+        *report_cropped(lost),
+        *report_short_batches(kept, datasets, batch_size),
     ]
-    return Placed(tuple(e for e, _ in kept), tuple(p for _, p in kept), tuple(findings))
+    return BucketPlacements(tuple(e for e, _ in kept), tuple(p for _, p in kept), tuple(findings))
 
 
-def about_small(found: list[tuple[float, Example]]) -> list[Finding]:
+def report_too_small(found: list[tuple[float, TrainingExample]]) -> list[Finding]:
     """Pictures that are in no bucket."""
-    return about(
+    return summarize_worst_examples(
         found,
         "PICTURE-TOO-SMALL",
         "left out, as a side is shorter than bucket_reso_steps",
@@ -180,14 +184,14 @@ def about_small(found: list[tuple[float, Example]]) -> list[Finding]:
     )
 
 
-def about_skipped(found: list[tuple[float, Example]]) -> list[Finding]:
+def report_skipped_pictures(found: list[tuple[float, TrainingExample]]) -> list[Finding]:
     """Pictures that skip_image_resolution leaves out."""
-    return about(found, "PICTURE-SKIPPED", "left out by skip_image_resolution", "", Level.NOTE)
+    return summarize_worst_examples(found, "PICTURE-SKIPPED", "left out by skip_image_resolution", "", Level.NOTE)
 
 
-def about_enlarged(found: list[tuple[float, Example]]) -> list[Finding]:
+def report_enlarged(found: list[tuple[float, TrainingExample]]) -> list[Finding]:
     """Pictures that are blown up."""
-    return about(
+    return summarize_worst_examples(
         sorted(found, key=lambda pair: -pair[0]),
         "PICTURE-ENLARGED",
         "enlarged more than twice ({worst:.1f} times), so that blur is learned",
@@ -195,9 +199,9 @@ def about_enlarged(found: list[tuple[float, Example]]) -> list[Finding]:
     )
 
 
-def about_cut(found: list[tuple[float, Example]]) -> list[Finding]:
+def report_cropped(found: list[tuple[float, TrainingExample]]) -> list[Finding]:
     """Pictures of which little is seen."""
-    return about(
+    return summarize_worst_examples(
         sorted(found, key=lambda pair: -pair[0]),
         "PICTURE-CUT",
         "more than half is lost to the crop ({worst:.0%})",
@@ -205,8 +209,8 @@ def about_cut(found: list[tuple[float, Example]]) -> list[Finding]:
     )
 
 
-def about(
-    found: list[tuple[float, Example]], code: str, what: str, remedy: str, level: Level = Level.WARNING
+def summarize_worst_examples(
+    found: list[tuple[float, TrainingExample]], code: str, what: str, remedy: str, level: Level = Level.WARNING
 ) -> list[Finding]:
     """One finding about all of them, that names the first, the worst one."""
     if not found:
@@ -214,14 +218,16 @@ def about(
     worst, first = found[0]
     others = f" and {len(found) - 1} more" if len(found) > 1 else ""
     message = f"{first.name} ({first.size[0]} x {first.size[1]}){others}: {what.format(worst=worst)}"
-    names = [example.name for _, example in found[:NAMES_SHOWN]]
+    names = [example.name for _, example in found[:_MAX_NAMES_SHOWN]]
     return [Finding(level, code, first.name, message, {"count": len(found), "pictures": names}, remedy)]
 
 
-def bucket_counts(pairs: Sequence[tuple[Example, Placement]]) -> dict[tuple[int, Size], tuple[int, int]]:
+def count_bucket_examples(
+    pairs: Sequence[tuple[TrainingExample, BucketPlacement]],
+) -> dict[tuple[int, PixelSize], tuple[int, int]]:
     """For each dataset and bucket the number of pictures, and of their appearances in an epoch."""
-    pictures: Counter[tuple[int, Size]] = Counter()
-    appearances: Counter[tuple[int, Size]] = Counter()
+    pictures: Counter[tuple[int, PixelSize]] = Counter()
+    appearances: Counter[tuple[int, PixelSize]] = Counter()
     for example, placement in pairs:
         key = (example.subset.dataset, placement.bucket)
         pictures[key] += 1
@@ -229,12 +235,12 @@ def bucket_counts(pairs: Sequence[tuple[Example, Placement]]) -> dict[tuple[int,
     return {key: (pictures[key], appearances[key]) for key in sorted(pictures)}
 
 
-def about_batches(
-    pairs: Sequence[tuple[Example, Placement]], datasets: Sequence[ResolvedDataset], batch_size: int
+def report_short_batches(
+    pairs: Sequence[tuple[TrainingExample, BucketPlacement]], datasets: Sequence[ResolvedDataset], batch_size: int
 ) -> list[Finding]:
     """Buckets with fewer appearances than a micro-batch has room for."""
-    short: list[tuple[int, int, Size]] = []
-    counts = bucket_counts(pairs)
+    short: list[tuple[int, int, PixelSize]] = []
+    counts = count_bucket_examples(pairs)
     for (dataset, bucket), (_, appearances) in counts.items():
         room = datasets[dataset].batch_size or batch_size
         if appearances < room:
@@ -252,10 +258,10 @@ def about_batches(
     return [Finding(Level.NOTE, "BUCKET-SHORT", f"{bucket[0]} x {bucket[1]}", message, evidence, remedy)]
 
 
-def bucket_table(placed: Placed, datasets: Sequence[ResolvedDataset], batch_size: int) -> Table:
+def build_bucket_table(placed: BucketPlacements, datasets: Sequence[ResolvedDataset], batch_size: int) -> Table:
     """The buckets for a person: pictures, appearances in an epoch, and the sizes of their micro-batches."""
     rows = []
-    counts = bucket_counts(list(zip(placed.examples, placed.placements, strict=True)))
+    counts = count_bucket_examples(list(zip(placed.examples, placed.placements, strict=True)))
     for (dataset, (width, height)), (pictures, appearances) in counts.items():
         room = datasets[dataset].batch_size or batch_size
         full, rest = divmod(appearances, room)

@@ -19,43 +19,43 @@ from pathlib import Path
 from torch import Tensor
 
 from finitune.errors import FileError, NumericsError
-from finitune.files.sniff import unreadable
-from finitune.files.tensorfile import TensorFile, count_nonfinite, fingerprint_of, hash_tensor
-from finitune.files.writer import is_abandoned, save_tensors
+from finitune.files.sniff import make_unreadable_file_error
+from finitune.files.tensorfile import TensorFile, compute_tensor_fingerprint, count_nonfinite, hash_tensor
+from finitune.files.writer import is_abandoned_file, save_tensors
 from finitune.report import Finding, Level
 
-MAKERS = {"latents": "the VAE", "texts": "the text encoder"}
-SOURCE_DIGITS = 32
-KEY_DIGITS = 16
-CHUNK_BYTES = 1 << 20
-NAMES_SHOWN = 5
+ENCODER_NAME_BY_CACHE_KIND = {"latents": "the VAE", "texts": "the text encoder"}
+CACHE_SOURCE_DIGITS = 32
+CACHE_KEY_DIGITS = 16
+_HASH_CHUNK_BYTES = 1 << 20
+MAX_CACHE_NAMES_SHOWN = 5
 
-Fault = Callable[[Mapping[str, Tensor]], str]
+EntryValidator = Callable[[Mapping[str, Tensor]], str]
 """What is wrong with the tensors of an entry, "" if nothing."""
 
 
 @dataclass(frozen=True)
-class Source:
+class CacheSource:
     """What an entry is made of: a digest of all that matters, and its name for people."""
 
     digest: str
     subject: str
 
     @classmethod
-    def of(cls, subject: str, *parts: object) -> Source:
+    def of(cls, subject: str, *parts: object) -> CacheSource:
         """The source that consists of plain values, called `subject`."""
-        return cls(digest_of(parts, SOURCE_DIGITS), subject)
+        return cls(compute_cache_digest(parts, CACHE_SOURCE_DIGITS), subject)
 
 
 @dataclass
-class Account:
+class CacheStatistics:
     """What became of a cache's entries: how many were found and made, and of the rest why they were made again."""
 
     reused: int = 0
     made: int = 0
-    remade: dict[Source, str] = field(default_factory=dict)
+    remade: dict[CacheSource, str] = field(default_factory=dict)
     """Entries that could not be used: {source: what is wrong}."""
-    stale: dict[Source, str] = field(default_factory=dict)
+    stale: dict[CacheSource, str] = field(default_factory=dict)
     """Entries that another encoder made, and that were left alone: {source: what differs}."""
 
     def figures(self, kind: str) -> dict[str, object]:
@@ -68,46 +68,46 @@ class Account:
         found: list[Finding] = []
         if self.remade:
             what = f"{len(self.remade)} entries of the cache of {kind} were unusable and made again"
-            found.append(told(Level.WARNING, "CACHE-REMADE", what, self.remade))
+            found.append(summarize_cache_entries(Level.WARNING, "CACHE-REMADE", what, self.remade))
         if self.stale:
             what = f"{len(self.stale)} entries of the cache of {kind} are of other settings, and were left as they are"
-            found.append(told(Level.NOTE, "CACHE-STALE", what, self.stale))
+            found.append(summarize_cache_entries(Level.NOTE, "CACHE-STALE", what, self.stale))
         return found
 
 
-def told(level: Level, code: str, what: str, entries: Mapping[Source, str]) -> Finding:
+def summarize_cache_entries(level: Level, code: str, what: str, entries: Mapping[CacheSource, str]) -> Finding:
     """A finding about entries, with the reason of the first and the names of some."""
     named = [(source.subject, reason) for source, reason in entries.items()]
     subject, reason = named[0]
-    evidence: dict[str, object] = {"count": len(named), "entries": dict(named[:NAMES_SHOWN])}
+    evidence: dict[str, object] = {"count": len(named), "entries": dict(named[:MAX_CACHE_NAMES_SHOWN])}
     remedy = (
         "A damaged entry comes from a full or failing disk." if level is Level.WARNING else "Prune to free the space."
     )
     return Finding(level, code, subject, f"{what}; {subject}: {reason}", evidence, remedy)
 
 
-class Cache:
+class EncoderCache:
     """The entries of one kind ("latents", "texts") in `folder`, made by what `identity` tells."""
 
     def __init__(self, folder: str | Path, kind: str, identity: Mapping[str, str]):
         self.folder = Path(folder) / kind
         self.kind = kind
         self.identity = dict(identity)
-        self.account = Account()
+        self.account = CacheStatistics()
 
-    def path_of(self, source: Source) -> Path:
+    def path_of(self, source: CacheSource) -> Path:
         """The file of an entry, whether or not it is there."""
-        key = digest_of((source.digest, sorted(self.identity.items())), KEY_DIGITS)
+        key = compute_cache_digest((source.digest, sorted(self.identity.items())), CACHE_KEY_DIGITS)
         return self.folder / f"{source.digest}-{key}.safetensors"
 
-    def get(self, source: Source, fault: Fault) -> dict[str, Tensor] | None:
+    def get(self, source: CacheSource, fault: EntryValidator) -> dict[str, Tensor] | None:
         """The tensors of an entry; None where it is not there, or not whole, finite and as `fault` wants it.
 
         Entries that cannot be used, or are of another identity, are entered into the account.
         """
         path = self.path_of(source)
         if not path.is_file():
-            self.note_stale(source)
+            self.record_stale(source)
             return None
         try:
             tensors, wrong = self.read(path, source)
@@ -120,25 +120,27 @@ class Cache:
         self.account.reused += 1
         return tensors
 
-    def read(self, path: Path, source: Source) -> tuple[dict[str, Tensor], str]:
+    def read(self, path: Path, source: CacheSource) -> tuple[dict[str, Tensor], str]:
         """The tensors of a file, and what is wrong with them; raises FileError where they cannot be read."""
         file = TensorFile(path)
         read = {name: file.read_hashed(name) for name in file}
         tensors = {name: tensor for name, (tensor, _) in read.items()}
-        if file.metadata.get("checksum") != fingerprint_of({name: digest for name, (_, digest) in read.items()}):
+        if file.metadata.get("checksum") != compute_tensor_fingerprint(
+            {name: digest for name, (_, digest) in read.items()}
+        ):
             return tensors, "its content is not what was written"
-        if identity_in(file) != self.identity or file.metadata.get("source") != source.digest:
+        if read_cache_identity(file) != self.identity or file.metadata.get("source") != source.digest:
             return tensors, "it is of another source, under this one's name"
-        return tensors, "" if finite(tensors) else "it holds NaN or infinities"
+        return tensors, "" if are_tensors_finite(tensors) else "it holds NaN or infinities"
 
-    def put(self, source: Source, tensors: Mapping[str, Tensor]) -> None:
+    def put(self, source: CacheSource, tensors: Mapping[str, Tensor]) -> None:
         """Write an entry, whole or not at all; raises NumericsError (CACHE-NONFINITE), FileError (FILE-NOT-WRITTEN)."""
-        check_finite(self.kind, source, tensors, self.identity)
+        check_entry_finite(self.kind, source, tensors, self.identity)
         metadata = {
             "subject": source.subject,
             "source": source.digest,
             "identity": json.dumps(self.identity, sort_keys=True),
-            "checksum": fingerprint_of({name: hash_tensor(tensor) for name, tensor in tensors.items()}),
+            "checksum": compute_tensor_fingerprint({name: hash_tensor(tensor) for name, tensor in tensors.items()}),
         }
         path = self.path_of(source)
         save_tensors(path, tensors, metadata)
@@ -154,18 +156,20 @@ class Cache:
                 present.setdefault(path.name.partition("-")[0], set()).add(path)
         return present
 
-    def note_stale(self, source: Source) -> None:
+    def record_stale(self, source: CacheSource) -> None:
         """Enter into the account what differs in the entries of the same source."""
         for path in sorted(self.present.get(source.digest, ())):
             with suppress(FileError):
-                self.account.stale[source] = difference(identity_in(TensorFile(path)), self.identity)
+                self.account.stale[source] = describe_identity_change(
+                    read_cache_identity(TensorFile(path)), self.identity
+                )
 
     def prune(self, remove: bool = False) -> list[Path]:
         """The entries of another identity or unreadable, and what killed programs left; they are removed if asked."""
         useless = [path for paths in self.present.values() for path in paths if not self.is_own(path)]
         for path in self.folder.glob(".partial-*"):
             with suppress(OSError):  # its program has just finished
-                useless += [path] * is_abandoned(path)
+                useless += [path] * is_abandoned_file(path)
         if remove:
             for path in useless:
                 path.unlink(missing_ok=True)
@@ -175,12 +179,12 @@ class Cache:
     def is_own(self, path: Path) -> bool:
         """Whether a file is an entry of this identity."""
         try:
-            return identity_in(TensorFile(path)) == self.identity
+            return read_cache_identity(TensorFile(path)) == self.identity
         except FileError:
             return False
 
 
-def identity_in(file: TensorFile) -> dict[str, str]:
+def read_cache_identity(file: TensorFile) -> dict[str, str]:
     """What made an entry, as its metadata says; empty where they do not."""
     with suppress(ValueError):
         found = json.loads(file.metadata.get("identity", ""))
@@ -189,25 +193,27 @@ def identity_in(file: TensorFile) -> dict[str, str]:
     return {}
 
 
-def difference(old: Mapping[str, str], new: Mapping[str, str]) -> str:
+def describe_identity_change(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     """What differs between two identities, in words."""
     names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
     return ", ".join(f"{name} was {old.get(name, 'unknown')}, is {new.get(name, 'not set')}" for name in names)
 
 
-def finite(tensors: Mapping[str, Tensor]) -> bool:
+def are_tensors_finite(tensors: Mapping[str, Tensor]) -> bool:
     """Whether all numbers are finite."""
     counts = map(count_nonfinite, tensors.values())
     return not any(count.nan or count.inf for count in counts)
 
 
-def check_finite(kind: str, source: Source, tensors: Mapping[str, Tensor], identity: Mapping[str, str]) -> None:
+def check_entry_finite(
+    kind: str, source: CacheSource, tensors: Mapping[str, Tensor], identity: Mapping[str, str]
+) -> None:
     """Raises NumericsError (CACHE-NONFINITE), which blames the encoder: pixels and texts have no NaN to give."""
-    if finite(tensors):
+    if are_tensors_finite(tensors):
         return
     counts = {name: count_nonfinite(tensor) for name, tensor in tensors.items()}
     name, count = next((name, count) for name, count in counts.items() if count.nan or count.inf)
-    maker = MAKERS.get(kind, f"the encoder of {kind}")
+    maker = ENCODER_NAME_BY_CACHE_KIND.get(kind, f"the encoder of {kind}")
     raise NumericsError(
         f"{maker} made {count.nan} NaN and {count.inf} infinities of {count.size} numbers ({name}) of {source.subject}",
         code="CACHE-NONFINITE",
@@ -217,12 +223,12 @@ def check_finite(kind: str, source: Source, tensors: Mapping[str, Tensor], ident
     )
 
 
-def digest_of(parts: object, digits: int) -> str:
+def compute_cache_digest(parts: object, digits: int) -> str:
     """A hexadecimal digest of plain values."""
     return hashlib.blake2b(repr(parts).encode(), digest_size=digits // 2).hexdigest()
 
 
-class FileDigests:
+class FileDigestCache:
     """Digests of files' bytes, each remembered as long as the file's size and time of change stay the same."""
 
     def __init__(self) -> None:
@@ -234,11 +240,11 @@ class FileDigests:
             facts = path.stat()
             key = (path, facts.st_size, facts.st_mtime_ns)
             if key not in self._known:
-                digest = hashlib.blake2b(digest_size=SOURCE_DIGITS // 2)
+                digest = hashlib.blake2b(digest_size=CACHE_SOURCE_DIGITS // 2)
                 with path.open("rb") as stream:
-                    while chunk := stream.read(CHUNK_BYTES):
+                    while chunk := stream.read(_HASH_CHUNK_BYTES):
                         digest.update(chunk)
                 self._known[key] = digest.hexdigest()
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise make_unreadable_file_error(path, error) from error
         return self._known[key]

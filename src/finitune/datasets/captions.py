@@ -17,16 +17,16 @@ from typing import TypeAlias
 import torch
 
 from finitune.config.datasets import ResolvedSubset
-from finitune.datasets.items import generator_of, seed_of
+from finitune.datasets.items import derive_seed, make_generator
 
-Wildcard: TypeAlias = "list[list[str | Wildcard]]"
+CaptionWildcard: TypeAlias = "list[list[str | CaptionWildcard]]"
 """The alternatives of `{a|b}`; each is a row of texts and of wildcards in it."""
 
-PIECES = re.compile(r"\{\{|\}\}|[{}|]|[^{}|]+")
+_WILDCARD_TOKEN_PATTERN = re.compile(r"\{\{|\}\}|[{}|]|[^{}|]+")
 
 
 @dataclass(frozen=True)
-class Showing:
+class CaptionContext:
     """When a caption is shown: all that chance and progress depend on.
 
     `time` counts how often the picture `name` was shown before in the run; `step` of `steps` is the optimiser step.
@@ -40,80 +40,80 @@ class Showing:
     steps: int = 0
 
 
-def chance(*key: object) -> float:
+def draw_uniform(*key: object) -> float:
     """A number in [0, 1) that depends on the key alone."""
-    return seed_of(*key) / 2**63
+    return derive_seed(*key) / 2**63
 
 
-def is_random(subset: ResolvedSubset) -> bool:
+def has_random_captions(subset: ResolvedSubset) -> bool:
     """Whether the captions of a subset are drawn: one written text has several final ones."""
     return subset.shuffle_caption or subset.enable_wildcard or subset.caption_tag_dropout_rate > 0
 
 
-def final_caption(text: str, subset: ResolvedSubset, showing: Showing) -> str:
+def build_final_caption(text: str, subset: ResolvedSubset, showing: CaptionContext) -> str:
     """The caption that the encoder is given, "" where it is dropped; `text` holds the lines of the caption file."""
-    if is_dropped(subset, showing):
+    if is_caption_dropped(subset, showing):
         return ""
-    draw = generator_of(showing.seed, "caption", showing.name, variant_of(subset, showing.time))
-    line = line_of(text, subset.enable_wildcard, draw)
+    draw = make_generator(showing.seed, "caption", showing.name, find_caption_variant(subset, showing.time))
+    line = choose_caption_line(text, subset.enable_wildcard, draw)
     caption = " ".join(part for part in (subset.caption_prefix, line, subset.caption_suffix) if part)
     if subset.enable_wildcard:
-        caption = expand(caption, draw)
-    caption = arranged(caption, subset, showing, draw)
+        caption = expand_wildcards(caption, draw)
+    caption = arrange_tags(caption, subset, showing, draw)
     if subset.secondary_separator:
         caption = caption.replace(subset.secondary_separator, subset.caption_separator)
     return caption.strip()
 
 
-def way_of(subset: ResolvedSubset, time: int) -> int:
+def find_caption_version(subset: ResolvedSubset, time: int) -> int:
     """Which of its `ways` a picture's caption is made in when it is shown for the `time`-th time, from 0."""
-    return variant_of(subset, time) if is_random(subset) else 0
+    return find_caption_variant(subset, time) if has_random_captions(subset) else 0
 
 
-def ways(subset: ResolvedSubset) -> float:
+def count_caption_versions(subset: ResolvedSubset) -> float:
     """In how many ways a picture's caption can be made once a warm-up is over, but for being dropped; may be inf."""
     if subset.caption_dropout_rate >= 1 or subset.caption_dropout_every_n_epochs == 1:
         return 0
-    return (subset.caption_variants or math.inf) if is_random(subset) else 1
+    return (subset.caption_variants or math.inf) if has_random_captions(subset) else 1
 
 
-def is_dropped(subset: ResolvedSubset, showing: Showing) -> bool:
+def is_caption_dropped(subset: ResolvedSubset, showing: CaptionContext) -> bool:
     """Whether a caption is left out: by chance, or because the epoch's number, from 1, is a multiple."""
     every = subset.caption_dropout_every_n_epochs
     if every and (showing.epoch + 1) % every == 0:
         return True
     rate = subset.caption_dropout_rate
-    return rate > 0 and chance(showing.seed, "dropout", showing.name, showing.time) < rate
+    return rate > 0 and draw_uniform(showing.seed, "dropout", showing.name, showing.time) < rate
 
 
-def variant_of(subset: ResolvedSubset, time: int) -> int:
+def find_caption_variant(subset: ResolvedSubset, time: int) -> int:
     """Which drawing of its caption a picture has when it is shown for the `time`-th time, from 0."""
     return time % subset.caption_variants if subset.caption_variants else time
 
 
-def line_of(text: str, drawn: bool, draw: torch.Generator) -> str:
+def choose_caption_line(text: str, drawn: bool, draw: torch.Generator) -> str:
     """One line of the text that is not empty: any one, or the first."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    return lines[pick(len(lines), draw)] if drawn else lines[0]
+    return lines[draw_index(len(lines), draw)] if drawn else lines[0]
 
 
-def pick(count: int, draw: torch.Generator) -> int:
+def draw_index(count: int, draw: torch.Generator) -> int:
     """A number below `count`."""
     return int(torch.randint(count, (), generator=draw))
 
 
-def expand(text: str, draw: torch.Generator) -> str:
+def expand_wildcards(text: str, draw: torch.Generator) -> str:
     """`text` with each `{a|b|c}` replaced by one of its alternatives; `{{` and `}}` are braces.
 
     In a nested wildcard `}}` closes two; a brace without its partner stands for itself.
     """
-    return drawn(parsed(text), draw)
+    return choose_alternatives(parse_wildcards(text), draw)
 
 
-def parsed(text: str) -> list[str | Wildcard]:
+def parse_wildcards(text: str) -> list[str | CaptionWildcard]:
     """The texts and wildcards that a text consists of."""
-    stack: list[Wildcard] = [[[]]]  # the wildcards that are open; the first is the text itself
-    for piece in PIECES.findall(text):
+    stack: list[CaptionWildcard] = [[[]]]  # the wildcards that are open; the first is the text itself
+    for piece in _WILDCARD_TOKEN_PATTERN.findall(text):
         depth = len(stack) - 1
         if piece == "{":
             stack.append([[]])
@@ -131,23 +131,26 @@ def parsed(text: str) -> list[str | Wildcard]:
     return stack[0][0]
 
 
-def drawn(parts: list[str | Wildcard], draw: torch.Generator) -> str:
+def choose_alternatives(parts: list[str | CaptionWildcard], draw: torch.Generator) -> str:
     """The parts as text, one alternative of each wildcard taken."""
-    return "".join(part if isinstance(part, str) else drawn(part[pick(len(part), draw)], draw) for part in parts)
+    return "".join(
+        part if isinstance(part, str) else choose_alternatives(part[draw_index(len(part), draw)], draw)
+        for part in parts
+    )
 
 
-def arranged(caption: str, subset: ResolvedSubset, showing: Showing, draw: torch.Generator) -> str:
+def arrange_tags(caption: str, subset: ResolvedSubset, showing: CaptionContext, draw: torch.Generator) -> str:
     """The caption with its tags warmed up, shuffled and dropped, but for those that are kept at either end."""
     mark = subset.keep_tokens_separator
     marked = bool(mark) and mark in caption
-    warm_up = warm_up_steps(subset, showing.steps)
+    warm_up = compute_token_warmup_steps(subset, showing.steps)
     if not (marked or subset.shuffle_caption or warm_up or subset.caption_tag_dropout_rate):
         return caption
     if marked:
-        head, tags, *rest = (tags_of(part, subset) for part in caption.split(mark))
+        head, tags, *rest = (split_tags(part, subset) for part in caption.split(mark))
         tail = [tag for tags_kept in rest for tag in tags_kept]
     else:
-        tags, tail = tags_of(caption, subset), []
+        tags, tail = split_tags(caption, subset), []
         head, tags = tags[: subset.keep_tokens], tags[subset.keep_tokens :]
     if showing.step < warm_up:
         first = subset.token_warmup_min
@@ -160,12 +163,12 @@ def arranged(caption: str, subset: ResolvedSubset, showing: Showing, draw: torch
     return f"{subset.caption_separator.rstrip()} ".join([*head, *tags, *tail])
 
 
-def tags_of(text: str, subset: ResolvedSubset) -> list[str]:
+def split_tags(text: str, subset: ResolvedSubset) -> list[str]:
     """The tags of a text, without empty ones."""
     return [tag.strip() for tag in text.split(subset.caption_separator or ",") if tag.strip()]
 
 
-def warm_up_steps(subset: ResolvedSubset, steps: int) -> int:
+def compute_token_warmup_steps(subset: ResolvedSubset, steps: int) -> int:
     """Optimiser steps until all tags are used; below 1, `token_warmup_step` is a share of all `steps`."""
     asked = subset.token_warmup_step
     return math.floor(asked * steps if asked < 1 else asked)

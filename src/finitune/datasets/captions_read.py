@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finitune.errors import FileError
-from finitune.files.sniff import size_of, unreadable
+from finitune.files.sniff import get_file_size, make_unreadable_file_error
 from finitune.report import Finding, Level
 
-LIKELY_ENCODINGS = ("cp1252", "cp932", "gb18030", "utf_16")
-OTHER_ENCODINGS = ("cp1251", "cp1250", "euc_kr", "big5", "euc_jp", "utf_16_le", "utf_16_be", "cp1253", "cp1256")
-KNOWN_AS = {"cp932": "shift_jis"}
-SHOWN_CHARACTERS = 200
-SAVE_AS_UTF8 = "Save it as UTF-8."
-LARGEST_CAPTION = 256 << 10
+_LIKELY_ENCODINGS = ("cp1252", "cp932", "gb18030", "utf_16")
+_OTHER_ENCODINGS = ("cp1251", "cp1250", "euc_kr", "big5", "euc_jp", "utf_16_le", "utf_16_be", "cp1253", "cp1256")
+ENCODING_NAME_BY_CODEC = {"cp932": "shift_jis"}
+_MAX_SHOWN_CHARACTERS = 200
+_SAVE_AS_UTF8 = "Save it as UTF-8."
+MAX_CAPTION_BYTES = 256 << 10
 """Bytes; the longest prompt that a text encoder reads is a hundredth of it."""
 
 
@@ -37,18 +37,18 @@ def read_caption(path: Path) -> CaptionText:
     Raises FileError: CAPTION-ENCODING with the byte, a guess and the text that it gives; CAPTION-TOO-LARGE;
     FILE-MISSING, FILE-UNREADABLE.
     """
-    if (size := size_of(path)) > LARGEST_CAPTION:
+    if (size := get_file_size(path)) > MAX_CAPTION_BYTES:
         raise FileError(
-            f"{path} has {size} bytes, which no caption has; the limit is {LARGEST_CAPTION}",
+            f"{path} has {size} bytes, which no caption has; the limit is {MAX_CAPTION_BYTES}",
             code="CAPTION-TOO-LARGE",
             subject=str(path),
-            evidence={"size_bytes": size, "limit_bytes": LARGEST_CAPTION},
+            evidence={"size_bytes": size, "limit_bytes": MAX_CAPTION_BYTES},
             remedy="It is another file under a caption's name, or grew by mistake: put the caption in its place.",
         )
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_file_error(path, error) from error
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -59,16 +59,16 @@ def read_caption(path: Path) -> CaptionText:
     return CaptionText(text, tuple(_oddities(path, text)))
 
 
-def guess_of(data: bytes) -> tuple[str, str]:
+def guess_encoding(data: bytes) -> tuple[str, str]:
     """The encoding that the bytes of a short text most likely have, and the text then; ("", "") where none fits."""
     from charset_normalizer import from_bytes
 
     if is_utf8_with_zeros(data):
         return "", ""
-    for encodings in (LIKELY_ENCODINGS, OTHER_ENCODINGS):
+    for encodings in (_LIKELY_ENCODINGS, _OTHER_ENCODINGS):
         best = from_bytes(data, cp_isolation=list(encodings)).best()
         if best is not None:
-            return KNOWN_AS.get(best.encoding, best.encoding), str(best)
+            return ENCODING_NAME_BY_CODEC.get(best.encoding, best.encoding), str(best)
     return "", ""
 
 
@@ -84,23 +84,26 @@ def is_utf8_with_zeros(data: bytes) -> bool:
     return True
 
 
-def is_cut_off(data: bytes, at: int, reason: str) -> bool:
+def is_truncated_utf8(data: bytes, at: int, reason: str) -> bool:
     """Whether bytes that a UTF-8 decoder refuses at a place, for a reason, are UTF-8 that ends within a character."""
     return reason == "unexpected end of data" and (len(data) - at > 1 or not data[:at].isascii())  # else maybe cp1252
 
 
 def _not_utf8(path: Path, data: bytes, at: int, reason: str) -> FileError:
     evidence: dict[str, object] = {"at_byte": at, "byte": f"0x{data[at]:02x}", "reason": reason}
-    if is_cut_off(data, at, reason):
-        evidence |= {"guess": "utf-8, cut off", "mended": shown(data[:at].decode("utf-8-sig"))}
+    if is_truncated_utf8(data, at, reason):
+        evidence |= {"guess": "utf-8, cut off", "mended": shorten_text(data[:at].decode("utf-8-sig"))}
         remedy = "It ends within a character: complete it."
     elif is_utf8_with_zeros(data):
-        evidence |= {"guess": "utf-8 with zero bytes", "mended": shown(data.replace(b"\0", b"").decode("utf-8-sig"))}
+        evidence |= {
+            "guess": "utf-8 with zero bytes",
+            "mended": shorten_text(data.replace(b"\0", b"").decode("utf-8-sig")),
+        }
         remedy = "Take the zero bytes out."
     else:
-        guess, mended = guess_of(data)
-        evidence |= {"guess": guess, "mended": shown(mended)}
-        remedy = f"Read as {guess} it says {shown(mended, 60)!r}. {SAVE_AS_UTF8}" if guess else SAVE_AS_UTF8
+        guess, mended = guess_encoding(data)
+        evidence |= {"guess": guess, "mended": shorten_text(mended)}
+        remedy = f"Read as {guess} it says {shorten_text(mended, 60)!r}. {_SAVE_AS_UTF8}" if guess else _SAVE_AS_UTF8
     return FileError(
         f"{path} is not UTF-8: byte {at} is 0x{data[at]:02x}",
         code="CAPTION-ENCODING",
@@ -116,8 +119,11 @@ def _oddities(path: Path, text: str) -> list[Finding]:
         return [Finding(Level.WARNING, "CAPTION-EMPTY", str(path), f"{path} is empty", {}, remedy)]
     found: list[Finding] = []
     if (mended := _mended(text)) != text:
-        message = f"{path} was once read in a wrong encoding: {shown(text, 60)!r} should be {shown(mended, 60)!r}"
-        evidence: dict[str, object] = {"mended": shown(mended)}
+        message = (
+            f"{path} was once read in a wrong encoding: {shorten_text(text, 60)!r} should be "
+            f"{shorten_text(mended, 60)!r}"
+        )
+        evidence: dict[str, object] = {"mended": shorten_text(mended)}
         found.append(Finding(Level.WARNING, "CAPTION-MOJIBAKE", str(path), message, evidence, "Write it anew, mended."))
     if lost := text.count("\ufffd"):
         message = f"{path} holds {lost} replacement characters: some program could not read what stood there"
@@ -140,6 +146,6 @@ def _mended(text: str) -> str:
     return fix_encoding(text)
 
 
-def shown(text: str, limit: int = SHOWN_CHARACTERS) -> str:
+def shorten_text(text: str, limit: int = _MAX_SHOWN_CHARACTERS) -> str:
     """The text, or its beginning where it is long."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from finitune.config.datasets import ResolvedSubset
 
-Size = tuple[int, int]
+PixelSize = tuple[int, int]
 """Width and height in pixels."""
 
 
 @dataclass(frozen=True)
-class Example:
+class TrainingExample:
     """A picture of the training: its file, its size as seen (EXIF turned), its caption as written, its subset.
 
     `name` tells it to people: the path below the subset's folder, with the folder. `caption` holds the lines of the
@@ -26,7 +26,7 @@ class Example:
 
     path: Path
     name: str
-    size: Size
+    size: PixelSize
     caption: str
     subset: ResolvedSubset
     repeats: int = 1
@@ -34,15 +34,15 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Placement:
+class BucketPlacement:
     """Where a picture lies in its bucket: scaled to `scaled`, of which `bucket` is cut out."""
 
-    bucket: Size
-    scaled: Size
+    bucket: PixelSize
+    scaled: PixelSize
 
 
 @dataclass(frozen=True)
-class Appearance:
+class ExampleAppearance:
     """One time that a picture is shown: which example, in which epoch, and what chance has made of it.
 
     `crop` is the (left, top) corner in the scaled picture; `caption` the final text. `color` seeds a change of colours,
@@ -65,8 +65,8 @@ class MicroBatch:
     place, so that it depends on neither the number of devices nor the size of a micro-batch.
     """
 
-    bucket: Size
-    appearances: tuple[Appearance, ...]
+    bucket: PixelSize
+    appearances: tuple[ExampleAppearance, ...]
     first: int = 0
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """A micro-batch as tensors on the device.
 
     `latents` fp32 (B, C, 1, h, w), normalised; `conditioning` what the denoiser is told, by name, padded to one length;
@@ -93,9 +93,9 @@ class Batch:
     def __len__(self) -> int:
         return len(self.names)
 
-    def part(self, begin: int, end: int) -> Batch:
+    def part(self, begin: int, end: int) -> TrainingBatch:
         """The samples [begin, end)."""
-        return Batch(
+        return TrainingBatch(
             self.latents[begin:end],
             {name: tensor[begin:end] for name, tensor in self.conditioning.items()},
             self.weights[begin:end],
@@ -106,7 +106,7 @@ class Batch:
         )
 
 
-class Encoders(Protocol):
+class FamilyEncoders(Protocol):
     """What a model family makes of pictures and texts; everything is fp32 on the CPU."""
 
     @property
@@ -130,12 +130,12 @@ class Encoders(Protocol):
         ...
 
 
-def generator_of(*key: object) -> torch.Generator:
+def make_generator(*key: object) -> torch.Generator:
     """A CPU generator seeded by a key of plain values, as (seed, epoch, "crop", name): the same on every machine."""
-    return torch.Generator().manual_seed(seed_of(*key))
+    return torch.Generator().manual_seed(derive_seed(*key))
 
 
-def seed_of(*key: object) -> int:
+def derive_seed(*key: object) -> int:
     """A 63-bit seed from a key of plain values."""
     from hashlib import blake2b
 
@@ -143,7 +143,7 @@ def seed_of(*key: object) -> int:
 
 
 @dataclass(frozen=True)
-class Excluded:
+class ExcludedExamples:
     """Examples that are not shown any more, by name, with the reason."""
 
     reasons: Mapping[str, str] = field(default_factory=dict)

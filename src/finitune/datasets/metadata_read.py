@@ -13,28 +13,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finitune.config.datasets import ResolvedSubset
-from finitune.datasets.listing import order_of
-from finitune.datasets.signatures import EXTENSIONS
-from finitune.datasets.telling import several
+from finitune.datasets.finding_summaries import summarize_names
+from finitune.datasets.folder_listing import compute_name_sort_key
+from finitune.datasets.picture_signatures import PICTURE_FORMAT_BY_EXTENSION
 from finitune.errors import FileError
-from finitune.files.sniff import read_text
+from finitune.files.sniff import read_utf8_text
 from finitune.report import Finding, Level
 
 
 @dataclass(frozen=True)
-class Named:
+class MetadataCaptions:
     """The pictures that a metadata file names, sorted by name, with their captions."""
 
     captions: Mapping[Path, str]
     findings: tuple[Finding, ...] = ()
 
 
-def read_metadata(path: Path, separator: str = ",") -> dict[str, str]:
+def read_caption_metadata(path: Path, separator: str = ",") -> dict[str, str]:
     """The caption of each key: "caption" and "tags", joined by the separator where both are there.
 
     Raises FileError: METADATA-JSON, METADATA-ENTRY, and those of reading a text.
     """
-    text = read_text(path)
+    text = read_utf8_text(path)
     try:
         entries = json.loads(text)
     except json.JSONDecodeError as error:
@@ -51,11 +51,11 @@ def read_metadata(path: Path, separator: str = ",") -> dict[str, str]:
     return {key: _caption(path, key, entry, separator) for key, entry in entries.items()}
 
 
-def named_pictures(subset: ResolvedSubset, listed: Sequence[Path]) -> Named:
+def match_metadata_pictures(subset: ResolvedSubset, listed: Sequence[Path]) -> MetadataCaptions:
     """The pictures and captions of a subset that has a metadata file; `listed` are those in its image_dir, if any."""
     assert subset.metadata_file is not None
     file = subset.metadata_file
-    entries = read_metadata(file, subset.caption_separator)
+    entries = read_caption_metadata(file, subset.caption_separator)
     bases = [base for base in (Path(), subset.image_dir, file.parent) if base is not None]
     by_name = {path.stem: path for path in reversed(listed)} | {path.name: path for path in listed}
     by_place = {path.resolve(): path for path in listed}
@@ -74,17 +74,25 @@ def named_pictures(subset: ResolvedSubset, listed: Sequence[Path]) -> Named:
     empty = [path.name for path, caption in captions.items() if not caption]
     subject = str(file)
     findings = (
-        *several(Level.WARNING, "CAPTION-EMPTY", subject, f"pictures in {file} have neither caption nor tags", empty),
-        *several(Level.WARNING, "METADATA-WITHOUT-PICTURE", subject, f"{file} names pictures that are not there", lost),
-        *several(Level.WARNING, "METADATA-TWICE", subject, f"{file} names pictures twice; the first counts", twice),
-        *several(Level.WARNING, "METADATA-LEFT-OUT", subject, f"pictures not in {file} are left out", unnamed),
+        *summarize_names(
+            Level.WARNING, "CAPTION-EMPTY", subject, f"pictures in {file} have neither caption nor tags", empty
+        ),
+        *summarize_names(
+            Level.WARNING, "METADATA-WITHOUT-PICTURE", subject, f"{file} names pictures that are not there", lost
+        ),
+        *summarize_names(
+            Level.WARNING, "METADATA-TWICE", subject, f"{file} names pictures twice; the first counts", twice
+        ),
+        *summarize_names(Level.WARNING, "METADATA-LEFT-OUT", subject, f"pictures not in {file} are left out", unnamed),
     )
-    return Named({path: captions[path] for path in sorted(captions, key=lambda path: order_of(path.name))}, findings)
+    return MetadataCaptions(
+        {path: captions[path] for path in sorted(captions, key=lambda path: compute_name_sort_key(path.name))}, findings
+    )
 
 
 def _find(key: str, bases: Sequence[Path]) -> Path | None:
     """The picture at the path that a key is, below one of the bases; a path of another machine leads nowhere."""
-    if Path(key).suffix.lower() not in EXTENSIONS:
+    if Path(key).suffix.lower() not in PICTURE_FORMAT_BY_EXTENSION:
         return None
     try:
         return next((base / key for base in bases if (base / key).is_file()), None)

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageColor, features
 
-from finitune.errors import FileError, UsageError, did_you_mean
+from finitune.errors import FileError, UsageError, suggest_nearest_name
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
-WITH_ALPHA = ("LA", "La", "PA", "RGBA", "RGBa")
-TAKEN_BY = {
+UInt8Array = NDArray[np.uint8]
+Float32Array = NDArray[np.float32]
+_ALPHA_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
+_PROFILE_MODES_BY_COLOR_SPACE = {
     "RGB ": ("RGB", ("RGB", "RGBX", "P", "YCbCr", "1", "L")),
     "GRAY": ("L", ("1", "L")),
     "CMYK": ("CMYK", ("CMYK",)),
@@ -34,15 +34,15 @@ TAKEN_BY = {
 
 
 @dataclass(frozen=True)
-class Layer:
+class PixelLayer:
     """Colours uint8 (H, W, 3), alpha float32 (H, W) in 0 .. 1 or None, and notes of what was done."""
 
-    colours: Bytes
-    alpha: Floats | None
+    colours: UInt8Array
+    alpha: Float32Array | None
     notes: tuple[str, ...] = ()
 
 
-def layer_of(image: Image.Image, path: Path) -> Layer:
+def extract_pixel_layer(image: Image.Image, path: Path) -> PixelLayer:
     """The colours and the alpha of a decoded picture of any mode.
 
     Raises FileError: PICTURE-NONFINITE for NaN or infinity, PICTURE-MODE for colours without a way to RGB.
@@ -63,12 +63,12 @@ def layer_of(image: Image.Image, path: Path) -> Layer:
         ) from error
 
 
-def laid_on(layer: Layer, background: str) -> Layer:
+def composite_on_background(layer: PixelLayer, background: str) -> PixelLayer:
     """The layer on a colour, by name or as #rrggbb: rgb * alpha + background * (1 - alpha), rounded; alpha is kept.
 
     Raises UsageError for an unknown colour.
     """
-    ground = np.array(colour_of(background), np.float32)
+    ground = np.array(parse_background_color(background), np.float32)
     if layer.alpha is None:
         return layer
     if bool((layer.alpha == 1).all()):
@@ -77,23 +77,23 @@ def laid_on(layer: Layer, background: str) -> Layer:
     mixed = np.rint(layer.colours * opacity + ground * (1 - opacity)).astype(np.uint8)
     share = 100 * float(1 - layer.alpha.mean())
     note = f"transparent: {share:.3g} % of it, laid on {background}"
-    return Layer(mixed, layer.alpha, (*layer.notes, note))
+    return PixelLayer(mixed, layer.alpha, (*layer.notes, note))
 
 
-def colour_of(name: str) -> tuple[int, int, int]:
+def parse_background_color(name: str) -> tuple[int, int, int]:
     """The sRGB bytes of a colour by its CSS name or as #rrggbb; raises UsageError where there is none."""
     try:
         return ImageColor.getrgb(name)[:3]
     except ValueError as error:
         raise UsageError(
-            f"there is no colour {name!r}.{did_you_mean(name, ImageColor.colormap)}",
+            f"there is no colour {name!r}.{suggest_nearest_name(name, ImageColor.colormap)}",
             code="BACKGROUND-UNKNOWN",
             subject="background",
             remedy="Give a CSS name such as white, or #rrggbb.",
         ) from error
 
 
-def _of_integers(image: Image.Image) -> Layer:
+def _of_integers(image: Image.Image) -> PixelLayer:
     """Grey of 16 bits; what a 32-bit file holds beyond them is cut."""
     values = np.asarray(image).astype(np.int64)
     alpha = None
@@ -101,10 +101,10 @@ def _of_integers(image: Image.Image) -> Layer:
         alpha = (values != key).astype(np.float32)
     beyond = int(((values < 0) | (values > 65535)).sum())
     note = "16 bits: divided by 257" + (f", {beyond} values beyond were cut" if beyond else "")
-    return Layer(_grey(values.clip(0, 65535) / 257), alpha, (note,))
+    return PixelLayer(_grey(values.clip(0, 65535) / 257), alpha, (note,))
 
 
-def _of_floats(image: Image.Image, path: Path) -> Layer:
+def _of_floats(image: Image.Image, path: Path) -> PixelLayer:
     values = np.asarray(image)
     finite = np.isfinite(values)
     if not finite.all():
@@ -118,30 +118,30 @@ def _of_floats(image: Image.Image, path: Path) -> Layer:
         )
     beyond = int(((values < 0) | (values > 1)).sum())
     note = "floats: 0 .. 1 became 0 .. 255" + (f", {beyond} values beyond were cut" if beyond else "")
-    return Layer(_grey(values.clip(0, 1) * np.float32(255)), None, (note,))
+    return PixelLayer(_grey(values.clip(0, 1) * np.float32(255)), None, (note,))
 
 
-def _grey(values: NDArray[Any]) -> Bytes:
+def _grey(values: NDArray[Any]) -> UInt8Array:
     """Three equal channels of values in 0 .. 255."""
     return np.repeat(np.rint(values).astype(np.uint8)[..., None], 3, axis=2)
 
 
-def _of_colours(image: Image.Image) -> Layer:
+def _of_colours(image: Image.Image) -> PixelLayer:
     """Everything of 8 bits a channel; raises ValueError where Pillow knows no way to RGB."""
     alpha = None
-    if image.mode in WITH_ALPHA or "transparency" in image.info:
+    if image.mode in _ALPHA_MODES or "transparency" in image.info:
         straight = (image.convert(image.mode.upper()) if image.mode in ("La", "RGBa") else image).convert("RGBA")
         alpha = np.array(straight.getchannel("A"), np.float32)
         alpha /= 255
         image = straight.convert("L" if image.mode in ("LA", "La", "L") else "RGB")
     notes = ["CMYK: turned into RGB"] if image.mode == "CMYK" else []
     if profile := image.info.get("icc_profile"):
-        image, note = in_srgb(image, profile)
+        image, note = convert_to_srgb(image, profile)
         notes += [note] if note else []
-    return Layer(np.array(image.convert("RGB")), alpha, tuple(notes))
+    return PixelLayer(np.array(image.convert("RGB")), alpha, tuple(notes))
 
 
-def in_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, str]:
+def convert_to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, str]:
     """The picture in sRGB, where its profile is another one and fits its mode; and a note of what was done, or ""."""
     if not features.check("littlecms2"):
         return image, "colour profile: not looked at, as this Pillow lacks LittleCMS"
@@ -152,7 +152,7 @@ def in_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, str]:
         name = ImageCms.getProfileDescription(source).strip()
         if "srgb" in name.lower():
             return image, ""
-        taken, modes = TAKEN_BY.get(source.profile.xcolor_space, ("", ()))
+        taken, modes = _PROFILE_MODES_BY_COLOR_SPACE.get(source.profile.xcolor_space, ("", ()))
         if image.mode not in modes:
             return image, f"colour profile: {name} does not fit its mode {image.mode} and is not used"
         done = ImageCms.profileToProfile(

@@ -17,19 +17,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finitune.files.tensorfile import Nonfinite, TensorEntry, TensorFile, count_nonfinite, truncated
+from finitune.files.tensorfile import (
+    NonfiniteElements,
+    TensorEntry,
+    TensorFile,
+    count_nonfinite,
+    make_truncated_file_error,
+)
 
-PIECE_BYTES = 1 << 20
-THREADS = min(os.cpu_count() or 1, 4)
+SCAN_PIECE_BYTES = 1 << 20
+_SCAN_THREADS = min(os.cpu_count() or 1, 4)
 
 
 @dataclass(frozen=True)
-class Range:
+class TensorRange:
     """The least and the largest element of a tensor (NaN where it holds one); what is not finite, and where first."""
 
     low: float
     high: float
-    nonfinite: Nonfinite | None = None
+    nonfinite: NonfiniteElements | None = None
     first: tuple[int, ...] = ()
 
     @property
@@ -38,11 +44,13 @@ class Range:
         return math.nan if math.isnan(self.low) or math.isnan(self.high) else max(-self.low, self.high)
 
 
-Look = Callable[[str, Tensor], None]
+PieceObserver = Callable[[str, Tensor], None]
 """Is shown each piece of a tensor by name, flat, in the file's dtype, in its order; the piece is gone afterwards."""
 
 
-def scan(file: TensorFile, done: Callable[[int], None] | None = None, look: Look | None = None) -> dict[str, Range]:
+def scan_ranges(
+    file: TensorFile, done: Callable[[int], None] | None = None, look: PieceObserver | None = None
+) -> dict[str, TensorRange]:
     """The range of every floating tensor that is not empty, by name; `done` is told of the bytes as they pass.
 
     `look` sees the same bytes: those of one tensor in their order, of several tensors at once. Raises FileError where
@@ -50,32 +58,34 @@ def scan(file: TensorFile, done: Callable[[int], None] | None = None, look: Look
     """
     floating = [(name, e) for name, e in file.entries.items() if e.torch_dtype.is_floating_point and e.size_bytes]
     order = sorted(floating, key=lambda item: -item[1].size_bytes)  # large ones first: no thread is left with one
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(_SCAN_THREADS) as pool:
         results = pool.map(lambda item: _range(item[0], item[1], done, look), order)
         found = {name: low_high for (name, _), low_high in zip(order, results, strict=True)}
     return {name: _with_counts(file, name, *found[name]) for name, _ in floating}
 
 
-def scan_slowly(file: TensorFile) -> dict[str, Range]:
+def scan_ranges_slowly(file: TensorFile) -> dict[str, TensorRange]:
     """The obvious twin of `scan`: whole tensors, in fp32."""
     wide = ((name, tensor.float()) for name, tensor in file.tensors() if tensor.is_floating_point() and tensor.numel())
     return {name: _with_counts(file, name, float(t.amin()), float(t.amax())) for name, t in wide}
 
 
-def _with_counts(file: TensorFile, name: str, low: float, high: float) -> Range:
+def _with_counts(file: TensorFile, name: str, low: float, high: float) -> TensorRange:
     if math.isfinite(low) and math.isfinite(high):
-        return Range(low, high)
+        return TensorRange(low, high)
     tensor = file.read(name)
-    return Range(low, high, count_nonfinite(tensor), first_nonfinite(tensor))
+    return TensorRange(low, high, count_nonfinite(tensor), locate_first_nonfinite(tensor))
 
 
-def first_nonfinite(tensor: Tensor) -> tuple[int, ...]:
+def locate_first_nonfinite(tensor: Tensor) -> tuple[int, ...]:
     """The place of the first element that is NaN or infinite, in a tensor that has one."""
     first = (~torch.isfinite(_comparable(tensor))).flatten().byte().argmax()
     return tuple(int(n) for n in torch.unravel_index(first, tensor.shape)) if tensor.ndim else ()
 
 
-def _range(name: str, entry: TensorEntry, done: Callable[[int], None] | None, look: Look | None) -> tuple[float, float]:
+def _range(
+    name: str, entry: TensorEntry, done: Callable[[int], None] | None, look: PieceObserver | None
+) -> tuple[float, float]:
     """(least, largest) of one tensor."""
     low, high = math.inf, -math.inf
     for piece in _pieces(entry):
@@ -90,7 +100,7 @@ def _range(name: str, entry: TensorEntry, done: Callable[[int], None] | None, lo
 
 def _pieces(entry: TensorEntry) -> Iterator[Tensor]:
     """The elements of a tensor in pieces of one reused buffer."""
-    buffer = torch.empty(min(PIECE_BYTES, entry.size_bytes), dtype=torch.uint8)
+    buffer = torch.empty(min(SCAN_PIECE_BYTES, entry.size_bytes), dtype=torch.uint8)
     content: Any = buffer.numpy()
     end = entry.begin + entry.size_bytes
     with entry.path.open("rb", buffering=0) as stream:
@@ -101,7 +111,7 @@ def _pieces(entry: TensorEntry) -> Iterator[Tensor]:
             got = _fill(stream, content[:wanted])
             place += got
             if got < wanted:
-                raise truncated(entry.path, place, end)
+                raise make_truncated_file_error(entry.path, place, end)
             yield buffer[:wanted].view(entry.torch_dtype)
 
 

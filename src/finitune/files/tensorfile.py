@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from finitune.errors import FileError
-from finitune.files.sniff import LENGTH_BYTES, check_safetensors, size_of
+from finitune.files.sniff import LENGTH_FIELD_BYTES, check_safetensors, get_file_size
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-DTYPES: dict[str, tuple[str, int]] = {
+SAFETENSORS_DTYPES: dict[str, tuple[str, int]] = {
     "F64": ("float64", 8),
     "F32": ("float32", 4),
     "F16": ("float16", 2),
@@ -58,11 +58,11 @@ class TensorEntry:
     def torch_dtype(self) -> torch.dtype:
         import torch
 
-        return getattr(torch, DTYPES[self.dtype][0])
+        return getattr(torch, SAFETENSORS_DTYPES[self.dtype][0])
 
 
 @dataclass(frozen=True)
-class Nonfinite:
+class NonfiniteElements:
     """How many elements of a tensor are NaN, how many are infinite, and how many it has."""
 
     nan: int
@@ -114,7 +114,7 @@ class TensorFile:
             stream.seek(entry.begin)
             got = stream.readinto(content) if entry.size_bytes else 0
         if got != entry.size_bytes:
-            raise truncated(entry.path, entry.begin + got, entry.begin + entry.size_bytes)
+            raise make_truncated_file_error(entry.path, entry.begin + got, entry.begin + entry.size_bytes)
         tensor = raw.view(entry.torch_dtype) if entry.size_bytes else raw.to(entry.torch_dtype)
         return tensor.reshape(entry.shape), hash_content(entry.dtype, entry.shape, content) if hashed else ""
 
@@ -125,9 +125,9 @@ class TensorFile:
 
     def fingerprint(self) -> str:
         """A SHA-256 of all tensors, the same whatever the metadata, the order of keys and the sharding."""
-        return fingerprint_of({name: self.read_hashed(name)[1] for name in self.entries})
+        return compute_tensor_fingerprint({name: self.read_hashed(name)[1] for name in self.entries})
 
-    def nonfinite(self) -> dict[str, Nonfinite]:
+    def nonfinite(self) -> dict[str, NonfiniteElements]:
         """The tensors that hold NaN or inf, with their counts; reads one tensor at a time."""
         counts = ((name, count_nonfinite(tensor)) for name, tensor in self.tensors())
         return {name: count for name, count in counts if count.nan or count.inf}
@@ -142,15 +142,15 @@ def hash_content(dtype: str, shape: tuple[int, ...], content: bytes | memoryview
 
 def hash_tensor(tensor: Tensor) -> str:
     """The hash that a tensor in memory would have in a file."""
-    return hash_content(dtype_name(tensor.dtype), tuple(tensor.shape), content_of(tensor))
+    return hash_content(to_safetensors_dtype(tensor.dtype), tuple(tensor.shape), get_tensor_bytes(tensor))
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def to_safetensors_dtype(dtype: torch.dtype) -> str:
     """A torch dtype as files name it; raises KeyError for one that they cannot hold."""
-    return {torch_name: name for name, (torch_name, _) in DTYPES.items()}[str(dtype).removeprefix("torch.")]
+    return {torch_name: name for name, (torch_name, _) in SAFETENSORS_DTYPES.items()}[str(dtype).removeprefix("torch.")]
 
 
-def content_of(tensor: Tensor) -> memoryview:
+def get_tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor, row-major, little-endian."""
     import torch
 
@@ -159,7 +159,7 @@ def content_of(tensor: Tensor) -> memoryview:
     return memoryview(content)
 
 
-def fingerprint_of(hashes: Mapping[str, str]) -> str:
+def compute_tensor_fingerprint(hashes: Mapping[str, str]) -> str:
     """A SHA-256 over named tensor hashes, independent of their order."""
     digest = hashlib.sha256()
     for name in sorted(hashes):
@@ -167,74 +167,78 @@ def fingerprint_of(hashes: Mapping[str, str]) -> str:
     return digest.hexdigest()
 
 
-def count_nonfinite(tensor: Tensor) -> Nonfinite:
+def count_nonfinite(tensor: Tensor) -> NonfiniteElements:
     """Counts NaN and inf in a tensor of any dtype."""
     import torch
 
     if not tensor.dtype.is_floating_point:
-        return Nonfinite(0, 0, tensor.numel())
+        return NonfiniteElements(0, 0, tensor.numel())
     if tensor.dtype.itemsize == 1:  # torch can neither compare nor test 8-bit floats
         tensor = tensor.float()
     if not tensor.numel() or all(math.isfinite(extreme) for extreme in torch.aminmax(tensor)):
-        return Nonfinite(0, 0, tensor.numel())  # one pass, which a NaN or an infinity cannot hide from
-    return Nonfinite(int(tensor.isnan().sum()), int(tensor.isinf().sum()), tensor.numel())
+        return NonfiniteElements(0, 0, tensor.numel())  # one pass, which a NaN or an infinity cannot hide from
+    return NonfiniteElements(int(tensor.isnan().sum()), int(tensor.isinf().sum()), tensor.numel())
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The entries in the order of their bytes, and the metadata, of one safetensors file; raises FileError."""
     size = check_safetensors(path)
     with path.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(LENGTH_BYTES))
-        if LENGTH_BYTES + length > size:
-            raise truncated(path, size, LENGTH_BYTES + length)
-        header = parse_object(path, stream.read(length), "FILE-HEADER")
+        (length,) = struct.unpack("<Q", stream.read(LENGTH_FIELD_BYTES))
+        if LENGTH_FIELD_BYTES + length > size:
+            raise make_truncated_file_error(path, size, LENGTH_FIELD_BYTES + length)
+        header = parse_json_object(path, stream.read(length), "FILE-HEADER")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
-        raise bad_header(path, "its metadata is not a table of texts")
+        raise make_bad_header_error(path, "its metadata is not a table of texts")
     for key, value in metadata.items():
         if not isinstance(value, str):
-            raise bad_header(path, f"the metadata's {key!r} is {json.dumps(value)[:40]}, and no text")
-    start = LENGTH_BYTES + length
-    entries = {name: parse_entry(path, name, fields, start) for name, fields in header.items()}
+            raise make_bad_header_error(path, f"the metadata's {key!r} is {json.dumps(value)[:40]}, and no text")
+    start = LENGTH_FIELD_BYTES + length
+    entries = {name: parse_tensor_entry(path, name, fields, start) for name, fields in header.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].size_bytes)))
-    check_layout(path, ordered, start, size)
+    check_byte_layout(path, ordered, start, size)
     return ordered, metadata
 
 
-def parse_entry(path: Path, name: str, fields: object, start: int) -> TensorEntry:
+def parse_tensor_entry(path: Path, name: str, fields: object, start: int) -> TensorEntry:
     """One header field as a TensorEntry; raises FileError where its numbers contradict each other."""
     if not isinstance(fields, dict):
-        raise bad_header(path, f"{name!r} is not a table")
+        raise make_bad_header_error(path, f"{name!r} is not a table")
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if dtype not in DTYPES:
+    if dtype not in SAFETENSORS_DTYPES:
         raise FileError(
             f"the header of {path} is wrong: {name!r} has the unknown dtype {dtype!r}",
             code="FILE-HEADER",
             subject=str(path),
-            evidence={"known": ", ".join(DTYPES)},
+            evidence={"known": ", ".join(SAFETENSORS_DTYPES)},
             remedy="It is quantised, or of a newer kind than this program knows. Take the file in fp16, bf16 or fp32.",
         )
-    if not is_counts(shape) or not is_counts(offsets) or len(offsets) != 2:
-        raise bad_header(path, f"{name!r} has shape {shape!r} and offsets {offsets!r}")
+    if not is_count_list(shape) or not is_count_list(offsets) or len(offsets) != 2:
+        raise make_bad_header_error(path, f"{name!r} has shape {shape!r} and offsets {offsets!r}")
     begin, end = offsets
-    needed = math.prod(shape) * DTYPES[dtype][1]
+    needed = math.prod(shape) * SAFETENSORS_DTYPES[dtype][1]
     if end - begin != needed:
-        raise bad_header(path, f"{name!r} needs {needed} bytes and has {end - begin}", shape=list(shape), dtype=dtype)
+        raise make_bad_header_error(
+            path, f"{name!r} needs {needed} bytes and has {end - begin}", shape=list(shape), dtype=dtype
+        )
     return TensorEntry(dtype, tuple(shape), path, start + begin, needed)
 
 
-def check_layout(path: Path, entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
+def check_byte_layout(path: Path, entries: Mapping[str, TensorEntry], start: int, size: int) -> None:
     """Every byte from `start` to `size` belongs to exactly one tensor; raises FileError."""
     end = start
     for name, entry in entries.items():
         if entry.begin < end:
-            raise bad_header(path, f"{name!r} overlaps the tensor before it", begin=entry.begin, previous_end=end)
+            raise make_bad_header_error(
+                path, f"{name!r} overlaps the tensor before it", begin=entry.begin, previous_end=end
+            )
         if entry.begin > end:
-            raise bad_header(path, f"{entry.begin - end} bytes before {name!r} belong to no tensor")
+            raise make_bad_header_error(path, f"{entry.begin - end} bytes before {name!r} belong to no tensor")
         end = entry.begin + entry.size_bytes
     if end > size:
         first = next(name for name, entry in entries.items() if entry.begin + entry.size_bytes > size)
-        raise truncated(path, size, end, first)
+        raise make_truncated_file_error(path, size, end, first)
     if end < size:
         raise FileError(
             f"{path} has {size - end} bytes behind its last tensor",
@@ -248,29 +252,29 @@ def check_layout(path: Path, entries: Mapping[str, TensorEntry], start: int, siz
 
 def read_index(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The entries of all shards, and the metadata of the first, of a sharded checkpoint; raises FileError."""
-    size_of(path)
-    weight_map = parse_object(path, path.read_bytes(), "FILE-INDEX").get("weight_map")
+    get_file_size(path)
+    weight_map = parse_json_object(path, path.read_bytes(), "FILE-INDEX").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise bad_index(path, "it has no weight_map")
+        raise make_bad_index_error(path, "it has no weight_map")
     shards = sorted(set(weight_map.values()), key=str)
     outside = [s for s in shards if not isinstance(s, str) or Path(s).name != s]
     if outside:
-        raise bad_index(path, f"it names {outside[0]!r}, which is not a file beside it")
+        raise make_bad_index_error(path, f"it names {outside[0]!r}, which is not a file beside it")
     read = {shard: read_header(path.parent / shard) for shard in shards}
     missing = [name for name, shard in weight_map.items() if name not in read[shard][0]]
     extra = [name for shard in shards for name in read[shard][0] if weight_map.get(name) != shard]
     if missing or extra:
         what = f"{len(missing)} of its tensors are missing from the shards, {len(extra)} of theirs from it"
-        raise bad_index(path, what, first=(missing + extra)[0])
+        raise make_bad_index_error(path, what, first=(missing + extra)[0])
     entries = {name: entry for shard in shards for name, entry in read[shard][0].items()}
     return entries, read[shards[0]][1]
 
 
-def parse_object(path: Path, content: bytes, code: str) -> dict[str, Any]:
+def parse_json_object(path: Path, content: bytes, code: str) -> dict[str, Any]:
     """JSON text as a table with distinct names; raises FileError with `code`."""
-    broken = bad_index if code == "FILE-INDEX" else bad_header
+    broken = make_bad_index_error if code == "FILE-INDEX" else make_bad_header_error
     try:
-        table = json.loads(content.decode(), object_pairs_hook=distinct)
+        table = json.loads(content.decode(), object_pairs_hook=build_distinct_table)
     except (ValueError, RecursionError) as error:
         raise broken(path, f"it is not JSON ({error})") from error
     if not isinstance(table, dict):
@@ -278,7 +282,7 @@ def parse_object(path: Path, content: bytes, code: str) -> dict[str, Any]:
     return table
 
 
-def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def build_distinct_table(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A table from pairs; raises ValueError where a name comes twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
@@ -287,12 +291,12 @@ def distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return table
 
 
-def is_counts(value: object) -> TypeGuard[list[int]]:
+def is_count_list(value: object) -> TypeGuard[list[int]]:
     """Whether a value is a list of whole numbers, none negative."""
     return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
-def truncated(path: Path, size: int, expected: int, tensor: str = "") -> FileError:
+def make_truncated_file_error(path: Path, size: int, expected: int, tensor: str = "") -> FileError:
     """The error for a file that ends before its tensors do; `tensor` is the first that is not whole."""
     where = f" ({100 * size // expected} %); the first tensor that is not whole is {tensor!r}" if tensor else ""
     return FileError(
@@ -304,7 +308,7 @@ def truncated(path: Path, size: int, expected: int, tensor: str = "") -> FileErr
     )
 
 
-def bad_header(path: Path, why: str, **evidence: object) -> FileError:
+def make_bad_header_error(path: Path, why: str, **evidence: object) -> FileError:
     """The error for a safetensors header that cannot be meant."""
     remedy = "The file is damaged, or was written by a faulty program. Download or export it again."
     return FileError(
@@ -312,7 +316,7 @@ def bad_header(path: Path, why: str, **evidence: object) -> FileError:
     )
 
 
-def bad_index(path: Path, why: str, **evidence: object) -> FileError:
+def make_bad_index_error(path: Path, why: str, **evidence: object) -> FileError:
     """The error for a sharded checkpoint's index that cannot be meant."""
     remedy = "Fetch the index and all its shards again, from one place."
     return FileError(

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from finitune.errors import FileError
-from finitune.files.tensorfile import content_of, dtype_name
+from finitune.files.tensorfile import get_tensor_bytes, to_safetensors_dtype
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-ALIGNMENT_BYTES = 8
-RANKS = (
+_HEADER_ALIGNMENT_BYTES = 8
+_DTYPE_ORDER = (
     *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"),
     *("I16", "U16", "F16", "BF16"),
     *("I32", "U32", "F32"),
@@ -31,10 +31,10 @@ RANKS = (
 )
 """The dtypes as the safetensors library ranks them; the last comes first in its files."""
 
-ABANDONED_SECONDS = 3600
+_ABANDONED_AFTER_SECONDS = 3600
 
 
-def demand_room(path: Path, size_bytes: int, remedy: str) -> None:
+def require_free_disk_bytes(path: Path, size_bytes: int, remedy: str) -> None:
     """Raise FileError (DISK-FULL) where the disk of `path`, which need not be there yet, has fewer bytes free."""
     there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     free = shutil.disk_usage(there).free
@@ -48,7 +48,7 @@ def demand_room(path: Path, size_bytes: int, remedy: str) -> None:
         )
 
 
-def not_written(path: Path, error: OSError) -> FileError:
+def make_not_written_error(path: Path, error: OSError) -> FileError:
     """The error where the system refuses to write."""
     return FileError(
         f"{path} could not be written: {error.strerror or error}",
@@ -59,7 +59,7 @@ def not_written(path: Path, error: OSError) -> FileError:
     )
 
 
-def not_read_back(path: Path, remedy: str) -> FileError:
+def make_read_back_error(path: Path, remedy: str) -> FileError:
     """The error for a file that was read again after it was written, and is another one."""
     return FileError(
         f"{path} does not read back as it was written", code="FILE-READ-BACK", subject=str(path), remedy=remedy
@@ -72,12 +72,12 @@ def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
     The temporary name keeps the suffix of `path`. Raises FileError (FILE-NOT-WRITTEN) where the system refuses;
     other errors of `write` pass through.
     """
-    with staged([path]) as (temporary,):
+    with stage_files([path]) as (temporary,):
         write(temporary)
 
 
 @contextmanager
-def staged(paths: Sequence[str | Path]) -> Iterator[tuple[Path, ...]]:
+def stage_files(paths: Sequence[str | Path]) -> Iterator[tuple[Path, ...]]:
     """Empty temporary files beside `paths`, to be filled; at the end all are flushed, then renamed in their order.
 
     On any error none of them is left, nor a folder that was made for them. Raises FileError (FILE-NOT-WRITTEN) where
@@ -91,18 +91,18 @@ def staged(paths: Sequence[str | Path]) -> Iterator[tuple[Path, ...]]:
         with ExitStack() as locks:
             for target, name in zip(targets, names, strict=True):
                 folders += make_folder(target.parent)
-                locks.enter_context(locked(name))
+                locks.enter_context(hold_locked_file(name))
             yield tuple(names)
             for name in names:
-                flush(name)
+                flush_to_disk(name)
         for target, name in zip(targets, names, strict=True):
             name.replace(target)
         if os.name == "posix":
             for folder in dict.fromkeys(path.parent for path in targets):
-                flush(folder)  # the renames themselves must survive a power cut
+                flush_to_disk(folder)  # the renames themselves must survive a power cut
         folders.clear()
     except OSError as error:
-        raise not_written(targets[0], error) from error
+        raise make_not_written_error(targets[0], error) from error
     finally:
         for name in names:
             if name.exists():
@@ -120,16 +120,16 @@ def make_folder(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_locked_file(path: Path) -> Iterator[None]:
     """Make an empty file and hold a lock on it, where the system has locks that end with the program."""
     with path.open("xb") as file:
-        if hold(file) is not None:
+        if try_lock_file(file) is not None:
             yield
             return
     yield  # an open file could not be renamed there
 
 
-def hold(file: BinaryIO) -> bool | None:
+def try_lock_file(file: BinaryIO) -> bool | None:
     """Lock a file until it is closed, without waiting: False where another holds it, None where there are no locks."""
     try:
         import fcntl
@@ -142,27 +142,27 @@ def hold(file: BinaryIO) -> bool | None:
     return True
 
 
-def strays(path: str | Path) -> list[Path]:
+def find_partial_files(path: str | Path) -> list[Path]:
     """The temporary files that a killed program left beside `path` while it was to write it: nobody holds them."""
     path = Path(path)
     pattern = re.compile(rf"\.partial-[0-9a-f]{{8}}-{re.escape(path.name)}")
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    return sorted(found for found in beside if pattern.fullmatch(found.name) and is_abandoned(found))
+    return sorted(found for found in beside if pattern.fullmatch(found.name) and is_abandoned_file(found))
 
 
-def remove_strays(path: str | Path) -> dict[Path, int]:
+def remove_partial_files(path: str | Path) -> dict[Path, int]:
     """Remove what killed programs left beside `path`; the size in bytes of each by its name."""
-    sizes = {stray: stray.stat().st_size for stray in strays(path)}
+    sizes = {stray: stray.stat().st_size for stray in find_partial_files(path)}
     for stray in sizes:
-        shutil.rmtree(workshop_of(stray), ignore_errors=True)
+        shutil.rmtree(get_scratch_folder(stray), ignore_errors=True)
         stray.unlink()
     return sizes
 
 
 @contextmanager
-def workshop(temporary: Path) -> Iterator[Path]:
+def open_scratch_folder(temporary: Path) -> Iterator[Path]:
     """A folder beside a temporary file, for files that need names of their own meanwhile; gone at the end."""
-    place = workshop_of(temporary)
+    place = get_scratch_folder(temporary)
     place.mkdir()
     try:
         yield place
@@ -170,19 +170,19 @@ def workshop(temporary: Path) -> Iterator[Path]:
         shutil.rmtree(place)
 
 
-def workshop_of(temporary: Path) -> Path:
+def get_scratch_folder(temporary: Path) -> Path:
     """Where the workshop of a temporary file is."""
     return temporary.with_name(f"{temporary.name}.d")
 
 
-def is_abandoned(path: Path) -> bool:
+def is_abandoned_file(path: Path) -> bool:
     """Whether no program holds the lock of a temporary file; without locks, whether an hour has passed."""
     with path.open("rb") as file:
-        free = hold(file)
-    return time.time() - path.stat().st_mtime > ABANDONED_SECONDS if free is None else free
+        free = try_lock_file(file)
+    return time.time() - path.stat().st_mtime > _ABANDONED_AFTER_SECONDS if free is None else free
 
 
-def flush(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Force what the system still holds of a file or folder onto the disk."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
@@ -208,10 +208,10 @@ def write_text(path: str | Path, content: str) -> None:
 def save_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file atomically; tensors on any device, of any layout."""
     entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-    save_stream(path, entries, tensors.__getitem__, metadata)
+    save_tensor_stream(path, entries, tensors.__getitem__, metadata)
 
 
-def save_stream(
+def save_tensor_stream(
     path: str | Path,
     entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensor_of: Callable[[str], Tensor],
@@ -221,7 +221,7 @@ def save_stream(
 
     `entries` promises the dtype and shape of each name; raises ValueError where `tensor_of` breaks the promise.
     """
-    names = library_order({name: dtype for name, (dtype, _) in entries.items()})
+    names = order_like_safetensors({name: dtype for name, (dtype, _) in entries.items()})
     header = encode_header({name: entries[name] for name in names}, metadata)
 
     def write(temporary: Path) -> None:
@@ -231,17 +231,17 @@ def save_stream(
                 tensor = tensor_of(name)
                 if (tensor.dtype, tuple(tensor.shape)) != entries[name]:
                     raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, promised {entries[name]}")
-                stream.write(content_of(tensor))
+                stream.write(get_tensor_bytes(tensor))
 
     write_atomically(path, write)
 
 
-def library_order(dtypes: Mapping[str, torch.dtype]) -> list[str]:
+def order_like_safetensors(dtypes: Mapping[str, torch.dtype]) -> list[str]:
     """Tensor names in the order in which the safetensors library writes them: by dtype, wide ones first; then by name.
 
     Each tensor so begins at a multiple of its element size, and hashes of the bytes are those of other programs.
     """
-    return sorted(dtypes, key=lambda name: (-RANKS.index(dtype_name(dtypes[name])), name))
+    return sorted(dtypes, key=lambda name: (-_DTYPE_ORDER.index(to_safetensors_dtype(dtypes[name])), name))
 
 
 def encode_header(
@@ -253,10 +253,10 @@ def encode_header(
     for name, (dtype, shape) in entries.items():
         begin, end = end, end + dtype.itemsize * math.prod(shape)
         header[name] = {
-            "dtype": dtype_name(dtype),
+            "dtype": to_safetensors_dtype(dtype),
             "shape": list(shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % ALIGNMENT_BYTES)
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT_BYTES)
     return struct.pack("<Q", len(text)) + text

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finitune.generation.precisions import Running
-from finitune.generation.settings import Settings
-from finitune.precision.planner import Call
-from finitune.progress import Progress, Silent
+from finitune.generation.precisions import RunningPipeline
+from finitune.generation.settings import PictureSettings
+from finitune.precision.planner import RecordedCall
+from finitune.progress import Progress, SilentProgress
 
 
 @dataclass(frozen=True)
-class Drawing:
+class DrawnPictures:
     """Final latents, fp32 (N, C, 1, h, w), and the pictures, uint8 (N, H, W, 3)."""
 
     latents: Tensor
@@ -25,23 +25,25 @@ class Drawing:
 
 
 @dataclass
-class Recording:
+class CallRecording:
     """The calls that one drawing made of each component, in order, with their outputs."""
 
-    calls: dict[str, list[Call]] = field(default_factory=dict)
+    calls: dict[str, list[RecordedCall]] = field(default_factory=dict)
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
 @torch.no_grad()
-def draw(running: Running, pictures: Sequence[Settings], progress: Progress | None = None) -> Drawing:
+def draw_picture_batch(
+    running: RunningPipeline, pictures: Sequence[PictureSettings], progress: Progress | None = None
+) -> DrawnPictures:
     """The pictures as one batch; they may differ in prompt, negative prompt and seed alone.
 
     Noise comes from a CPU generator per picture, in fp32, so that every precision starts from the same.
     """
     from diffusers import ClassifierFreeGuidance
 
-    progress = progress or Silent()
-    first, pipe = one_shape(pictures), running.pipe
+    progress = progress or SilentProgress()
+    first, pipe = require_one_picture_shape(pictures), running.pipe
     _silence(pipe._blocks)
     pipe.update_components(guider=ClassifierFreeGuidance(guidance_scale=first.cfg))
     name = f"drawing in {running.precision}"
@@ -62,10 +64,10 @@ def draw(running: Running, pictures: Sequence[Settings], progress: Progress | No
         progress.finish(name)
     images = state.get("images").float()
     pixels = (images.nan_to_num(0.0).clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
-    return Drawing(state.get("latents").float(), pixels)
+    return DrawnPictures(state.get("latents").float(), pixels)
 
 
-def one_shape(pictures: Sequence[Settings]) -> Settings:
+def require_one_picture_shape(pictures: Sequence[PictureSettings]) -> PictureSettings:
     """The first of the pictures; raises ValueError where they cannot be one batch."""
     shapes = {(p.steps, p.cfg, p.width, p.height) for p in pictures}
     if len(shapes) != 1:
@@ -82,9 +84,9 @@ def _silence(block: Any) -> None:
 
 
 @contextmanager
-def recorded(running: Running) -> Iterator[Recording]:
+def record_component_calls(running: RunningPipeline) -> Iterator[CallRecording]:
     """Keep every call of the running pipeline's components while the context is open."""
-    recording = Recording()
+    recording = CallRecording()
     with ExitStack() as stack:
         for component, module in running.modules.items():
             entry = module.get_submodule("decoder") if component == "vae" else module
@@ -93,20 +95,20 @@ def recorded(running: Running) -> Iterator[Recording]:
         yield recording
 
 
-def _keep(recording: Recording, component: str) -> Any:
+def _keep(recording: CallRecording, component: str) -> Any:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        from finitune.precision.sites import tensors_in
+        from finitune.precision.sites import iterate_nested_tensors
 
         if component != "vae":  # the decoder's own arguments hold its running caches; `decode_call` makes the VAE's
-            recording.calls.setdefault(component, []).append(Call(args, kwargs))
-        result = next(tensors_in(output))
+            recording.calls.setdefault(component, []).append(RecordedCall(args, kwargs))
+        result = next(iterate_nested_tensors(output))
         recording.outputs.setdefault(component, []).append(result.detach().clone())
 
     return hook
 
 
-def decode_call(vae: Any, latents: Tensor) -> Call:
+def build_decode_call(vae: Any, latents: Tensor) -> RecordedCall:
     """The call that the pipeline makes of the VAE for these final latents."""
     shape = (1, -1, 1, 1, 1)
     mean, std = (torch.tensor(v).view(shape) for v in (vae.config.latents_mean, vae.config.latents_std))
-    return Call((latents * std.to(latents) + mean.to(latents),), {"return_dict": False}, method="decode")
+    return RecordedCall((latents * std.to(latents) + mean.to(latents),), {"return_dict": False}, method="decode")

@@ -11,7 +11,7 @@ from torch import Tensor
 from finitune.files.writer import write_bytes
 
 
-def png_bytes(pixels: Tensor, metadata: dict[str, object] | None = None) -> bytes:
+def encode_png(pixels: Tensor, metadata: dict[str, object] | None = None) -> bytes:
     """PNG of (H, W, 3) uint8 pixels, with `metadata` as JSON in its text chunk `finitune`."""
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
@@ -19,13 +19,13 @@ def png_bytes(pixels: Tensor, metadata: dict[str, object] | None = None) -> byte
     information = PngInfo()
     if metadata:
         information.add_itxt("finitune", json.dumps(metadata, ensure_ascii=False))
-        information.add_itxt("parameters", parameters_text(metadata))
+        information.add_itxt("parameters", format_parameters_text(metadata))
     buffer = io.BytesIO()
     Image.fromarray(pixels.cpu().numpy()).save(buffer, "PNG", pnginfo=information)
     return buffer.getvalue()
 
 
-def parameters_text(metadata: dict[str, object]) -> str:
+def format_parameters_text(metadata: dict[str, object]) -> str:
     """The line that other programs of the field read: prompt, negative prompt, then settings by name."""
     settings = {
         "Steps": metadata.get("steps"),
@@ -44,11 +44,11 @@ def save_picture(path: Path, pixels: Tensor, metadata: dict[str, object], *, goo
     """Write the PNG, as `NAME.suspect.png` where the verdict was bad; returns the path written."""
     target = path if good else path.with_name(f"{path.stem}.suspect.png")
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(target, png_bytes(pixels, metadata))
+    write_bytes(target, encode_png(pixels, metadata))
     return target
 
 
-def read_metadata(path: Path) -> dict[str, object]:
+def read_picture_metadata(path: Path) -> dict[str, object]:
     """What `save_picture` stored in a PNG; empty where there is nothing of ours."""
     from PIL import Image
 

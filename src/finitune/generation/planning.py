@@ -4,82 +4,84 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from finitune.generation.draw import Drawing, decode_call, draw, recorded
-from finitune.generation.precisions import COMPONENTS, in_precision
-from finitune.generation.settings import Settings
+from finitune.generation.draw import DrawnPictures, build_decode_call, draw_picture_batch, record_component_calls
+from finitune.generation.precisions import PIPELINE_COMPONENTS, open_in_precision
+from finitune.generation.settings import PictureSettings
 from finitune.models.anima.load import AnimaParts
-from finitune.precision.certificate import Certificate, Check, check, prove
+from finitune.precision.certificate import PlanCertificate, PlanCheck, check_component_plan, prove_component_plan
 from finitune.precision.plan import PrecisionPlan
-from finitune.precision.planner import Call, plan_component
-from finitune.progress import Progress, Silent
+from finitune.precision.planner import RecordedCall, plan_component
+from finitune.progress import Progress, SilentProgress
 
 #: Components that take latents: their border is fp32, so that latents and timesteps stay exact.
-FP32_BORDERS = ("transformer", "vae")
+_FP32_BORDER_COMPONENTS = ("transformer", "vae")
 
-Calls = Mapping[str, Sequence[Call]]
+CallsByComponent = Mapping[str, Sequence[RecordedCall]]
 
 
-def calibrate(
-    parts: AnimaParts, pictures: Sequence[Settings], progress: Progress | None = None
-) -> tuple[dict[str, list[Call]], Drawing]:
+def calibrate_model(
+    parts: AnimaParts, pictures: Sequence[PictureSettings], progress: Progress | None = None
+) -> tuple[dict[str, list[RecordedCall]], DrawnPictures]:
     """Draw the pictures in fp32, as one batch; every call that was made of each component, and the drawing."""
-    with in_precision(parts, "fp32") as running, recorded(running) as recording:
-        drawing = draw(running, pictures, progress)
-    recording.calls["vae"] = [decode_call(parts.vae, drawing.latents)]
+    with open_in_precision(parts, "fp32") as running, record_component_calls(running) as recording:
+        drawing = draw_picture_batch(running, pictures, progress)
+    recording.calls["vae"] = [build_decode_call(parts.vae, drawing.latents)]
     return recording.calls, drawing
 
 
-def plan_model(
-    parts: AnimaParts, name: str, calls: Calls, headroom_bits: float = 2, progress: Progress | None = None
+def make_model_plan(
+    parts: AnimaParts, name: str, calls: CallsByComponent, headroom_bits: float = 2, progress: Progress | None = None
 ) -> PrecisionPlan:
     """The smallest plan of every component."""
-    progress = progress or Silent()
-    progress.start("planning", len(COMPONENTS))
+    progress = progress or SilentProgress()
+    progress.start("planning", len(PIPELINE_COMPONENTS))
     components = {}
-    for component in COMPONENTS:
-        border = "fp32" if component in FP32_BORDERS else "fp16"
+    for component in PIPELINE_COMPONENTS:
+        border = "fp32" if component in _FP32_BORDER_COMPONENTS else "fp16"
         components[component] = plan_component(getattr(parts, component), calls[component], headroom_bits, border)
         progress.advance("planning")
     progress.finish("planning")
-    measured = ", ".join(f"{len(calls[component])} of {component}" for component in COMPONENTS)
+    measured = ", ".join(f"{len(calls[component])} of {component}" for component in PIPELINE_COMPONENTS)
     return PrecisionPlan(name, parts.fingerprint, headroom_bits, f"calls measured: {measured}", components)
 
 
-def certify(
-    parts: AnimaParts, plan: PrecisionPlan, calls: Calls, progress: Progress | None = None
-) -> dict[str, Certificate]:
+def certify_model_plan(
+    parts: AnimaParts, plan: PrecisionPlan, calls: CallsByComponent, progress: Progress | None = None
+) -> dict[str, PlanCertificate]:
     """The certificate of every component, on every call."""
-    progress = progress or Silent()
-    progress.start("proving", len(COMPONENTS))
+    progress = progress or SilentProgress()
+    progress.start("proving", len(PIPELINE_COMPONENTS))
     certificates = {}
     for component, component_plan in plan.components.items():
-        certificates[component] = prove(getattr(parts, component), component_plan, calls[component], plan.headroom_bits)
+        certificates[component] = prove_component_plan(
+            getattr(parts, component), component_plan, calls[component], plan.headroom_bits
+        )
         progress.advance("proving")
     progress.finish("proving")
     return certificates
 
 
-def certify_again(
-    parts: AnimaParts, plan: PrecisionPlan, calls: Calls, progress: Progress | None = None
-) -> dict[str, Check]:
+def recheck_model_plan(
+    parts: AnimaParts, plan: PrecisionPlan, calls: CallsByComponent, progress: Progress | None = None
+) -> dict[str, PlanCheck]:
     """How a plan made for the parts as they were holds for the parts as they are, component by component."""
-    progress = progress or Silent()
+    progress = progress or SilentProgress()
     progress.start("certifying again", len(plan.components))
-    checks: dict[str, Check] = {}
+    checks: dict[str, PlanCheck] = {}
     for component, component_plan in plan.components.items():
-        checks[component] = check(getattr(parts, component), component_plan, calls[component])
+        checks[component] = check_component_plan(getattr(parts, component), component_plan, calls[component])
         progress.advance("certifying again")
     progress.finish("certifying again")
     return checks
 
 
-def draw_in(
+def draw_in_precision(
     parts: AnimaParts,
     precision: str,
-    pictures: Sequence[Settings],
+    pictures: Sequence[PictureSettings],
     plan: PrecisionPlan | None = None,
     progress: Progress | None = None,
-) -> Drawing:
+) -> DrawnPictures:
     """The pictures in one precision."""
-    with in_precision(parts, precision, plan) as running:
-        return draw(running, pictures, progress)
+    with open_in_precision(parts, precision, plan) as running:
+        return draw_picture_batch(running, pictures, progress)

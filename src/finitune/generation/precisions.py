@@ -10,64 +10,69 @@ from typing import Any
 import torch
 from torch import nn
 
-from finitune.errors import UsageError, did_you_mean
-from finitune.models.anima.attention import scale_attention
-from finitune.models.anima.load import AnimaParts, pipeline
+from finitune.errors import UsageError, suggest_nearest_name
+from finitune.models.anima.attention import apply_attention_function
+from finitune.models.anima.load import AnimaParts, build_anima_pipeline
 from finitune.numerics.attention import half_attention
 from finitune.numerics.products import exact_accumulation
-from finitune.precision.apply import apply_current, apply_plan, stored_as
-from finitune.precision.guard import Guard
+from finitune.precision.apply import apply_current_scaling, apply_plan, hold_parameters_in
+from finitune.precision.guard import PrecisionGuard
 from finitune.precision.plan import ComponentPlan, PrecisionPlan
-from finitune.precision.planner import tensor_core
+from finitune.precision.planner import apply_tensor_core_rounding
 
-COMPONENTS = ("text_encoder", "text_conditioner", "transformer", "vae")
-PRECISIONS: dict[str, str] = {
+PIPELINE_COMPONENTS = ("text_encoder", "text_conditioner", "transformer", "vae")
+DRAWING_PRECISIONS: dict[str, str] = {
     "planned-half": "fp16 by the plan: fp32 where the plan says so, power-of-two scales, guarded",
     "current-half": "fp16 products, each scaled by its own measured power of two; everything else fp32; needs no plan",
     "bf16": "the model in bfloat16",
     "fp32": "the model in fp32: the reference",
     "raw-half": "the model in fp16 as it is, without protection",
 }
-PLAIN = {"bf16": torch.bfloat16, "fp32": torch.float32, "raw-half": torch.float16}
+_PLAIN_PRECISION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "raw-half": torch.float16}
 
 
-def check_precision(name: str) -> None:
+def check_drawing_precision(name: str) -> None:
     """Raises UsageError for a precision that does not exist."""
-    if name not in PRECISIONS and name != "auto":
+    if name not in DRAWING_PRECISIONS and name != "auto":
         raise UsageError(
-            f"--precision: there is no {name!r}.{did_you_mean(name, PRECISIONS)}",
+            f"--precision: there is no {name!r}.{suggest_nearest_name(name, DRAWING_PRECISIONS)}",
             code="PRECISION-UNKNOWN",
             subject="--precision",
-            remedy=f"One of: auto, {', '.join(PRECISIONS)}",
+            remedy=f"One of: auto, {', '.join(DRAWING_PRECISIONS)}",
         )
 
 
 @dataclass
-class Running:
+class RunningPipeline:
     """A pipeline that is in one precision right now, its modules by component, and its guard."""
 
     precision: str
     pipe: Any
     modules: dict[str, nn.Module]
-    guard: Guard
+    guard: PrecisionGuard
 
 
 @contextmanager
-def in_precision(parts: AnimaParts, precision: str, plan: PrecisionPlan | None = None) -> Iterator[Running]:
+def open_in_precision(
+    parts: AnimaParts, precision: str, plan: PrecisionPlan | None = None
+) -> Iterator[RunningPipeline]:
     """The pipeline of `parts` in `precision`; products have the tensor core's meaning on a CPU, too.
 
     planned-half needs a `plan`; a component that it does not name runs in plain fp16.
     """
-    guard = Guard()
-    originals = {name: getattr(parts, name) for name in COMPONENTS}
+    guard = PrecisionGuard()
+    originals = {name: getattr(parts, name) for name in PIPELINE_COMPONENTS}
     with ExitStack() as stack:
         stack.enter_context(exact_accumulation())
-        if precision in PLAIN:
-            modules = {name: stack.enter_context(stored_as(m, PLAIN[precision])) for name, m in originals.items()}
+        if precision in _PLAIN_PRECISION_DTYPES:
+            modules = {
+                name: stack.enter_context(hold_parameters_in(m, _PLAIN_PRECISION_DTYPES[precision]))
+                for name, m in originals.items()
+            }
         elif precision == "current-half":
-            modules = {name: stack.enter_context(apply_current(m)) for name, m in originals.items()}
+            modules = {name: stack.enter_context(apply_current_scaling(m)) for name, m in originals.items()}
             for name in ("text_conditioner", "transformer"):
-                stack.enter_context(scale_attention(modules[name], _current_attention))
+                stack.enter_context(apply_attention_function(modules[name], _current_attention))
         else:
             if plan is None:
                 raise ValueError("planned-half needs a plan")
@@ -76,10 +81,10 @@ def in_precision(parts: AnimaParts, precision: str, plan: PrecisionPlan | None =
                 component = plan.components.get(name, ComponentPlan())
                 guarded = guard if name == "transformer" else None
                 modules[name] = stack.enter_context(apply_plan(module, component, guard=guarded))
-        pipe = pipeline(replace(parts, **modules))
+        pipe = build_anima_pipeline(replace(parts, **modules))
         if precision != "fp32":
-            stack.enter_context(tensor_core(parts.transformer))
-        yield Running(precision, pipe, modules, guard)
+            stack.enter_context(apply_tensor_core_rounding(parts.transformer))
+        yield RunningPipeline(precision, pipe, modules, guard)
 
 
 def _current_attention(*args: Any, **kwargs: Any) -> torch.Tensor:

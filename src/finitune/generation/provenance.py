@@ -11,18 +11,35 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-FILE = re.compile(r"[^\n\r<>|?*\"]+\.(?:safetensors|sft|ckpt|pt|pth|bin|gguf)", re.IGNORECASE)
-PAIR = re.compile(r'\s*([A-Za-z][\w /\-]*):\s*("(?:\\.|[^"\\])*"|[^,]*)(?:,|$)')
-LORA = re.compile(r"<(?:lora|lyco):([^:>]+)(?::([-\d.]+))?")
-SIZE = re.compile(r"(\d+)\s*[xX]\s*(\d+)")
+_WEIGHT_FILE_PATTERN = re.compile(r"[^\n\r<>|?*\"]+\.(?:safetensors|sft|ckpt|pt|pth|bin|gguf)", re.IGNORECASE)
+_SETTING_PAIR_PATTERN = re.compile(r'\s*([A-Za-z][\w /\-]*):\s*("(?:\\.|[^"\\])*"|[^,]*)(?:,|$)')
+_LORA_TAG_PATTERN = re.compile(r"<(?:lora|lyco):([^:>]+)(?::([-\d.]+))?")
+_PICTURE_SIZE_PATTERN = re.compile(r"(\d+)\s*[xX]\s*(\d+)")
 
-NAMES = {"steps": "steps", "cfg": "cfg", "seed": "seed", "noise_seed": "seed", "width": "width", "height": "height",
-         "shift": "shift", "sampler_name": "sampler", "scheduler": "scheduler",
-         "weight_dtype": "weight_dtype"}  # fmt: skip
+_SETTING_BY_COMFYUI_INPUT = {
+    "steps": "steps",
+    "cfg": "cfg",
+    "seed": "seed",
+    "noise_seed": "seed",
+    "width": "width",
+    "height": "height",
+    "shift": "shift",
+    "sampler_name": "sampler",
+    "scheduler": "scheduler",
+    "weight_dtype": "weight_dtype",
+}
 """Inputs of ComfyUI's nodes, and our names for them."""
-A1111_NAMES = {"Steps": "steps", "CFG scale": "cfg", "Seed": "seed", "Sampler": "sampler", "Schedule type": "scheduler",
-               "Shift": "shift", "Distilled CFG Scale": "distilled_cfg", "Precision": "precision"}  # fmt: skip
-WIDGETS: Mapping[str, tuple[str, ...]] = {
+_SETTING_BY_A1111_NAME = {
+    "Steps": "steps",
+    "CFG scale": "cfg",
+    "Seed": "seed",
+    "Sampler": "sampler",
+    "Schedule type": "scheduler",
+    "Shift": "shift",
+    "Distilled CFG Scale": "distilled_cfg",
+    "Precision": "precision",
+}
+_WIDGET_SETTINGS_BY_NODE: Mapping[str, tuple[str, ...]] = {
     "KSampler": ("seed", "", "steps", "cfg", "sampler", "scheduler"),
     "KSamplerAdvanced": ("", "seed", "", "steps", "cfg", "sampler", "scheduler"),
     "EmptyLatentImage": ("width", "height"),
@@ -33,12 +50,12 @@ WIDGETS: Mapping[str, tuple[str, ...]] = {
     "UNETLoader": ("", "weight_dtype"),
 }
 """The order of values in the editor's nodes, by their type; "" for what is not looked at."""
-NUMBERS = {"steps", "cfg", "seed", "width", "height", "shift", "distilled_cfg"}
-DEPTH = 6
+_NUMERIC_SETTINGS = {"steps", "cfg", "seed", "width", "height", "shift", "distilled_cfg"}
+_MAX_GRAPH_DEPTH = 6
 
 
 @dataclass(frozen=True)
-class Made:
+class PictureProvenance:
     """What made a picture: the program, its settings by name (numbers as numbers), and the files that it used."""
 
     program: str
@@ -47,65 +64,74 @@ class Made:
     prompt: str = ""
 
 
-def made_by(texts: Mapping[str, str]) -> Made | None:
+def read_picture_provenance(texts: Mapping[str, str]) -> PictureProvenance | None:
     """How a picture with these text chunks was made; None where none of them says it."""
-    for name, read in (("finitune", own), ("prompt", graph), ("workflow", graph), ("parameters", a1111)):
+    for name, read in (
+        ("finitune", parse_finitune_metadata),
+        ("prompt", parse_comfyui_json),
+        ("workflow", parse_comfyui_json),
+        ("parameters", parse_a1111_parameters),
+    ):
         if name in texts and (found := read(texts[name])):
             return found
     return None
 
 
-def own(text: str) -> Made | None:
+def parse_finitune_metadata(text: str) -> PictureProvenance | None:
     """Of finitune's JSON."""
-    table = table_of(text)
+    table = parse_json_table(text)
     if table is None:
         return None
-    size = SIZE.fullmatch(str(table.get("size", "")))
+    size = _PICTURE_SIZE_PATTERN.fullmatch(str(table.get("size", "")))
     settings = {key: table[key] for key in ("steps", "cfg", "seed", "precision") if key in table}
     if size:
         settings |= {"width": int(size[1]), "height": int(size[2])}
     model = str(table.get("model", ""))
-    return Made("finitune", settings, (model,) if FILE.fullmatch(model) else (), str(table.get("prompt", "")))
+    return PictureProvenance(
+        "finitune", settings, (model,) if _WEIGHT_FILE_PATTERN.fullmatch(model) else (), str(table.get("prompt", ""))
+    )
 
 
-def a1111(text: str) -> Made | None:
+def parse_a1111_parameters(text: str) -> PictureProvenance | None:
     """Of the text of A1111, Forge and others: prompt, negative prompt, one line of settings."""
     *_, last = text.strip().splitlines() or [""]
     if "Steps:" not in last:
         return None
-    found = {key.strip(): value.strip().strip('"') for key, value in PAIR.findall(last)}
+    found = {key.strip(): value.strip().strip('"') for key, value in _SETTING_PAIR_PATTERN.findall(last)}
     settings: dict[str, Any] = {}
-    for theirs, ours in A1111_NAMES.items():
+    for theirs, ours in _SETTING_BY_A1111_NAME.items():
         if theirs in found:
-            settings[ours] = number(found[theirs]) if ours in NUMBERS else found[theirs]
-    if size := SIZE.fullmatch(found.get("Size", "")):
+            settings[ours] = parse_setting_number(found[theirs]) if ours in _NUMERIC_SETTINGS else found[theirs]
+    if size := _PICTURE_SIZE_PATTERN.fullmatch(found.get("Size", "")):
         settings |= {"width": int(size[1]), "height": int(size[2])}
     named = [f"{found[key]}.safetensors" for key in ("Model", "VAE") if found.get(key, "None") != "None"]
     named = [
-        name.removesuffix(".safetensors") if FILE.fullmatch(name.removesuffix(".safetensors")) else name
+        name.removesuffix(".safetensors") if _WEIGHT_FILE_PATTERN.fullmatch(name.removesuffix(".safetensors")) else name
         for name in named
     ]
-    named += [f"{name}.safetensors" for name, _ in LORA.findall(text)]
-    return Made("A1111 or one of its kin", cleaned(settings), tuple(dict.fromkeys(named)), text.partition("\n")[0])
+    named += [f"{name}.safetensors" for name, _ in _LORA_TAG_PATTERN.findall(text)]
+    return PictureProvenance(
+        "A1111 or one of its kin", drop_missing_settings(settings), tuple(dict.fromkeys(named)), text.partition("\n")[0]
+    )
 
 
-def graph(text: str) -> Made | None:
+def parse_comfyui_json(text: str) -> PictureProvenance | None:
     """Of a graph of ComfyUI in JSON."""
-    document = table_of(text)
-    return None if document is None else graph_of(document)
+    document = parse_json_table(text)
+    return None if document is None else parse_comfyui_graph(document)
 
 
-def graph_of(document: Mapping[str, Any]) -> Made | None:
+def parse_comfyui_graph(document: Mapping[str, Any]) -> PictureProvenance | None:
     """Of a graph of ComfyUI; where several nodes state a setting, the first."""
     nodes = document.get("nodes")
     settings: dict[str, Any] = {}
     if isinstance(nodes, list):
         for node in nodes:
             values = node.get("widgets_values") if isinstance(node, Mapping) else None
-            names = WIDGETS.get(str(node.get("type")), ()) if values is not None else ()
+            names = _WIDGET_SETTINGS_BY_NODE.get(str(node.get("type")), ()) if values is not None else ()
             pairs = values.items() if isinstance(values, Mapping) else zip(names, values or (), strict=False)
             for name, value in pairs if isinstance(values, (Mapping, list)) else ():
-                if name in NAMES.values():
+                if name in _SETTING_BY_COMFYUI_INPUT.values():
                     settings.setdefault(name, value)
     else:
         inside = document.get("prompt")
@@ -113,25 +139,29 @@ def graph_of(document: Mapping[str, Any]) -> Made | None:
         for node in nodes:
             inputs = node.get("inputs")
             for name, value in inputs.items() if isinstance(inputs, Mapping) else ():
-                if name in NAMES and not isinstance(value, (list, dict)):
-                    settings.setdefault(NAMES[name], value)
+                if name in _SETTING_BY_COMFYUI_INPUT and not isinstance(value, (list, dict)):
+                    settings.setdefault(_SETTING_BY_COMFYUI_INPUT[name], value)
     if not nodes:
         return None
-    settings = {name: number(value) if name in NUMBERS else value for name, value in settings.items()}
-    return Made("ComfyUI", cleaned(settings), tuple(dict.fromkeys(files_in(nodes))))
+    settings = {
+        name: parse_setting_number(value) if name in _NUMERIC_SETTINGS else value for name, value in settings.items()
+    }
+    return PictureProvenance(
+        "ComfyUI", drop_missing_settings(settings), tuple(dict.fromkeys(iterate_weight_names(nodes)))
+    )
 
 
-def files_in(value: Any, depth: int = DEPTH) -> Iterator[str]:
+def iterate_weight_names(value: Any, depth: int = _MAX_GRAPH_DEPTH) -> Iterator[str]:
     """The names of weights in a document, down to some depth."""
     if isinstance(value, str):
-        if FILE.fullmatch(value.strip()):
+        if _WEIGHT_FILE_PATTERN.fullmatch(value.strip()):
             yield value.strip()
     elif depth and isinstance(value, (Mapping, list)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from files_in(item, depth - 1)
+            yield from iterate_weight_names(item, depth - 1)
 
 
-def number(value: Any) -> int | float | None:
+def parse_setting_number(value: Any) -> int | float | None:
     """A number, of one or of its text; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
@@ -141,12 +171,12 @@ def number(value: Any) -> int | float | None:
     return None
 
 
-def cleaned(settings: Mapping[str, Any]) -> dict[str, Any]:
+def drop_missing_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without those that say nothing."""
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def table_of(text: str) -> dict[str, Any] | None:
+def parse_json_table(text: str) -> dict[str, Any] | None:
     """A JSON table; None for any other text."""
     with suppress(ValueError, RecursionError):
         found = json.loads(text)

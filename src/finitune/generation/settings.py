@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from finitune.errors import UsageError
 
-SIZE_STEP = 16  # the VAE halves three times, the patches once more
+PICTURE_SIDE_MULTIPLE = 16  # the VAE halves three times, the patches once more
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PictureSettings:
     """One picture's settings, as a user gives them: kohya's and diffusers' names and defaults for Anima."""
 
     prompt: str
@@ -32,17 +32,17 @@ class Settings:
         if not 0 <= self.cfg < 1000:
             raise _wrong("CFG-OUT-OF-RANGE", "--cfg", f"guidance {self.cfg} is not in 0 .. 1000", "Anima uses 4.")
         for name, pixels in (("width", self.width), ("height", self.height)):
-            if pixels < SIZE_STEP or pixels % SIZE_STEP:
-                nearest = max(SIZE_STEP, round(pixels / SIZE_STEP) * SIZE_STEP)
+            if pixels < PICTURE_SIDE_MULTIPLE or pixels % PICTURE_SIDE_MULTIPLE:
+                nearest = max(PICTURE_SIDE_MULTIPLE, round(pixels / PICTURE_SIDE_MULTIPLE) * PICTURE_SIDE_MULTIPLE)
                 raise _wrong(
                     "SIDE-NOT-MULTIPLE",
                     "--size",
-                    f"{name} {pixels} is not a multiple of {SIZE_STEP}",
+                    f"{name} {pixels} is not a multiple of {PICTURE_SIDE_MULTIPLE}",
                     f"The nearest that fits is {nearest}.",
                 )
 
 
-def parse_size(text: str) -> tuple[int, int]:
+def parse_picture_size(text: str) -> tuple[int, int]:
     """(width, height) of '768x1152' or '64'; raises UsageError for anything else."""
     match = re.fullmatch(r"(\d+)(?:[xX](\d+))?", text.strip())
     if not match:

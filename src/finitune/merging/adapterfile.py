@@ -13,42 +13,48 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from finitune.adapters import AdapterSet, SiteAdapter, algorithm_of
+from finitune.adapters import AdapterSet, SiteAdapter, find_algorithm
 from finitune.adapters.core import Shape
-from finitune.adapters.difference import change_error
+from finitune.adapters.difference import compute_change_error
 from finitune.errors import AdapterError, FileError, FinituneError, UsageError
 from finitune.files.tensorfile import TensorFile
-from finitune.files.writer import save_tensors, staged, workshop, write_text
-from finitune.merging.bases import Base
-from finitune.merging.pairing import as_family, model_of, open_checkpoint, weight_shapes
-from finitune.merging.strays import clear_strays
-from finitune.merging.stream import torch_threads_kept
+from finitune.files.writer import open_scratch_folder, save_tensors, stage_files, write_text
+from finitune.merging.base_model import MergeBase
+from finitune.merging.pairing import assign_family, find_model_spec, open_pairable_checkpoint, read_weight_shapes
+from finitune.merging.stale_files import clear_stale_files
+from finitune.merging.stream import keep_torch_threads
 from finitune.models.spec import ModelSpec
-from finitune.namings.blocks import doubtful_blocks
-from finitune.namings.core import PEFT_CONFIG, PEFT_TENSORS, Answers, Reading, tensors_in
+from finitune.namings.block_maps import find_doubtful_blocks
+from finitune.namings.core import (
+    PEFT_CONFIG_FILE_NAME,
+    PEFT_TENSORS_FILE_NAME,
+    AmbiguityOptions,
+    ParsedAdapter,
+    find_adapter_tensor_file,
+)
+from finitune.namings.finding_collector import SCALE_UNKNOWN_CODE
 from finitune.namings.metadata import Receipt
-from finitune.namings.notes import SCALE_UNKNOWN
 from finitune.namings.read import read_adapter
 from finitune.namings.resolve import Resolver
-from finitune.namings.write import WRITABLE, Written, write_adapter
+from finitune.namings.write import WRITABLE_SPELLINGS, AdapterFileContent, write_adapter
 from finitune.report import Finding, Level, Report
 
-AS_WRITTEN = Answers(dora_side="out", glora_order="new", zero_alpha="zero")
+WRITTEN_AMBIGUITY_ANSWERS = AmbiguityOptions(dora_side="out", glora_order="new", zero_alpha="zero")
 """How we write what shapes alone may leave open."""
-UNFORGIVABLE = frozenset({"ADAPTER-NONFINITE", SCALE_UNKNOWN})
+_UNFORGIVABLE_CODES = frozenset({"ADAPTER-NONFINITE", SCALE_UNKNOWN_CODE})
 """Errors about numbers: no leave to leave tensors out makes warnings of them."""
-READ_BACK = 1e-6
+_MAX_READ_BACK_ERROR = 1e-6
 """The relative error of a change up to which it reads back as the same: the rounding of fp32 factors."""
-MUCH = 1e-2
+_MAX_NARROWING_LOSS = 1e-2
 """The relative error of a module's change, or the share of numbers that became zero, from which a warning is due."""
 
 
-def no_tensor(name: str) -> None:
+def find_no_tensor(name: str) -> None:
     """Reads a tensor of a model that is not at hand."""
 
 
 @dataclass(frozen=True)
-class Model:
+class TargetModel:
     """The model that an adapter is for, as far as it is known: its family, its weights' shapes by component and site.
 
     `tensor` reads one of its tensors by site and parameter ("transformer.proj_out.weight"), any float dtype; None where
@@ -57,22 +63,22 @@ class Model:
 
     family: ModelSpec | None = None
     shapes: Mapping[str, Shape] = field(default_factory=dict)
-    tensor: Callable[[str], Tensor | None] = no_tensor
+    tensor: Callable[[str], Tensor | None] = find_no_tensor
 
     @classmethod
-    def of(cls, base: Base) -> Model:
+    def of(cls, base: MergeBase) -> TargetModel:
         """A model on disk, of its family or of its own modules; headers alone are read until a tensor is asked for."""
-        family = model_of(base)
-        base = as_family(base, family)
-        checkpoint = open_checkpoint(base)
+        family = find_model_spec(base)
+        base = assign_family(base, family)
+        checkpoint = open_pairable_checkpoint(base)
 
         def tensor(name: str) -> Tensor | None:
             return checkpoint.read(name) if name in checkpoint.sources else None
 
-        return cls(family, weight_shapes(base), tensor)
+        return cls(family, read_weight_shapes(base), tensor)
 
     @classmethod
-    def loaded(cls, family: ModelSpec, holder: object) -> Model:
+    def loaded(cls, family: ModelSpec, holder: object) -> TargetModel:
         """A model in memory, whose components are attributes of `holder`, a pipeline say."""
         tensors = {
             f"{component.name}.{name}": parameter
@@ -92,21 +98,21 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenedAdapter:
     """An adapter file as read, and the facts that a receipt states."""
 
     path: Path
-    reading: Reading
+    reading: ParsedAdapter
     family: ModelSpec
 
     @property
     def receipt(self) -> tuple[str, str]:
         """Name and fingerprint."""
-        return self.path.name, TensorFile(tensors_in(self.path)).fingerprint()
+        return self.path.name, TensorFile(find_adapter_tensor_file(self.path)).fingerprint()
 
 
 @dataclass(frozen=True)
-class Form:
+class OutputFormat:
     """How an adapter is to be written: a spelling of WRITABLE, the dtype of factors (None: their own), the texts."""
 
     spelling: str
@@ -115,7 +121,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedAdapter:
     """What a written file has to read back as: an adapter of a family, whose change may be off by `error` already."""
 
     adapter: AdapterSet
@@ -123,7 +129,7 @@ class Expected:
     error: float = 0.0
 
 
-def demand_other(out: Path, sources: Sequence[Path]) -> None:
+def require_other_output(out: Path, sources: Sequence[Path]) -> None:
     """Raise UsageError (OUT-IS-SOURCE) where a file would be written over one that it is made from."""
     for source in sources:
         if out.resolve() == source.resolve():
@@ -135,33 +141,35 @@ def demand_other(out: Path, sources: Sequence[Path]) -> None:
             )
 
 
-def read_for(path: Path, model: Model, answers: Answers | None = None) -> Reading:
+def read_adapter_for_model(path: Path, model: TargetModel, answers: AmbiguityOptions | None = None) -> ParsedAdapter:
     """An adapter file, or PEFT folder, read as one for a model; raises as `read_adapter` does."""
-    with torch_threads_kept(1):  # the tensors are small: waking threads for each costs more than it saves
-        file = TensorFile(tensors_in(path))
+    with keep_torch_threads(1):  # the tensors are small: waking threads for each costs more than it saves
+        file = TensorFile(find_adapter_tensor_file(path))
         reading = read_adapter(file, model.family, shapes=model.shapes, weight_of=model.weight, answers=answers)
     if model.family is None or not model.shapes:
         return reading
-    doubts = doubtful_blocks(reading.adapter, model.shapes, model.family, reading.metadata)
+    doubts = find_doubtful_blocks(reading.adapter, model.shapes, model.family, reading.metadata)
     return replace(reading, findings=(*reading.findings, *doubts))
 
 
-def settled(reading: Reading, scale: float | None) -> Reading:
+def resolve_unknown_scale(reading: ParsedAdapter, scale: float | None) -> ParsedAdapter:
     """The reading as it may be used, where nothing in the file states a scale (ADAPTER-SCALE-UNKNOWN).
 
     With a `scale` (alpha / rank) the modules have it, and the finding says so at level note; without one, the finding
     is an error. Any other reading stays as it is.
     """
-    if all(finding.code != SCALE_UNKNOWN for finding in reading.findings):
+    if all(finding.code != SCALE_UNKNOWN_CODE for finding in reading.findings):
         return reading
-    findings = tuple(judged(one, scale) if one.code == SCALE_UNKNOWN else one for one in reading.findings)
+    findings = tuple(
+        judge_scale_finding(one, scale) if one.code == SCALE_UNKNOWN_CODE else one for one in reading.findings
+    )
     if scale is None:
         return replace(reading, findings=findings)
-    sites = {site: with_scale(one, scale) for site, one in reading.adapter.sites.items()}
+    sites = {site: set_adapter_scale(one, scale) for site, one in reading.adapter.sites.items()}
     return replace(reading, adapter=replace(reading.adapter, sites=sites), findings=findings)
 
 
-def judged(finding: Finding, scale: float | None) -> Finding:
+def judge_scale_finding(finding: Finding, scale: float | None) -> Finding:
     """The finding that a scale is stated nowhere, once a person has been asked for it."""
     if scale is not None:
         return replace(finding, level=Level.NOTE, message=f"nothing states the scale: {scale:g}, as asked", remedy="")
@@ -169,9 +177,9 @@ def judged(finding: Finding, scale: float | None) -> Finding:
     return replace(finding, level=Level.ERROR, message=message)
 
 
-def with_scale(adapter: SiteAdapter, scale: float) -> SiteAdapter:
+def set_adapter_scale(adapter: SiteAdapter, scale: float) -> SiteAdapter:
     """The adapter at a scale, where it has a rank and none was stated."""
-    rank = algorithm_of(adapter.algorithm).rank(adapter)
+    rank = find_algorithm(adapter.algorithm).rank(adapter)
     if rank is None or adapter.alpha is not None:
         return adapter
     return replace(adapter, alpha=scale * rank, rank_stabilised=False)
@@ -180,11 +188,11 @@ def with_scale(adapter: SiteAdapter, scale: float) -> SiteAdapter:
 def open_adapter(
     path: Path,
     report: Report,
-    model: Model = Model(),
+    model: TargetModel = TargetModel(),
     *,
     allow_unmatched: bool = False,
-    answers: Answers | None = None,
-) -> Source:
+    answers: AmbiguityOptions | None = None,
+) -> OpenedAdapter:
     """An adapter file, or PEFT folder, of which every tensor is accounted for; its findings go to the report.
 
     Raises AdapterError where they hold an error (ADAPTER-REFUSED), and where no table knows its modules
@@ -192,19 +200,19 @@ def open_adapter(
     what the file leaves open. Adds to the figures `matched`, `unmatched` and `left_out`.
     """
     try:
-        reading = settled(read_for(path, model, answers), answers and answers.scale)
+        reading = resolve_unknown_scale(read_adapter_for_model(path, model, answers), answers and answers.scale)
     except FinituneError as error:
         error.evidence["file"] = path.name
         raise
-    findings = [forgiven(finding) if allow_unmatched else finding for finding in reading.findings]
-    report.findings.extend(of_file(finding, path.name) for finding in findings)
+    findings = [downgrade_to_warning(finding) if allow_unmatched else finding for finding in reading.findings]
+    report.findings.extend(add_file_to_finding(finding, path.name) for finding in findings)
     counts = {"matched": reading.matched, "unmatched": len(reading.unmatched), "left_out": len(reading.left_out)}
     for name, count in counts.items():
         before = report.figures.get(name, 0)
         report.figures[name] = count + (before if isinstance(before, int) else 0)
     errors = [finding for finding in findings if finding.level is Level.ERROR]
     if errors or not len(reading.adapter):
-        raise refused(path, reading, errors)
+        raise build_refusal_error(path, reading, errors)
     if reading.family is None:
         raise AdapterError(
             f"{path}: no model that we know has these modules",
@@ -213,24 +221,24 @@ def open_adapter(
             evidence={"sites": len(reading.adapter), "spelling": reading.spelling},
             remedy="Name the model, or a checkpoint of it, whose own modules are taken then: --model.",
         )
-    return Source(path, reading, reading.family)
+    return OpenedAdapter(path, reading, reading.family)
 
 
-def of_file(finding: Finding, name: str) -> Finding:
+def add_file_to_finding(finding: Finding, name: str) -> Finding:
     """A finding about an adapter, with the name of its file: there may be several."""
     return replace(finding, subject=finding.subject or name, evidence={**finding.evidence, "file": name})
 
 
-def forgiven(finding: Finding) -> Finding:
+def downgrade_to_warning(finding: Finding) -> Finding:
     """A finding about tensors that may be left out as a warning; those about numbers stay what they are."""
-    forgivable = finding.level is Level.ERROR and finding.code not in UNFORGIVABLE
+    forgivable = finding.level is Level.ERROR and finding.code not in _UNFORGIVABLE_CODES
     return replace(finding, level=Level.WARNING) if forgivable else finding
 
 
-def refused(path: Path, reading: Reading, errors: Sequence[Finding]) -> AdapterError:
+def build_refusal_error(path: Path, reading: ParsedAdapter, errors: Sequence[Finding]) -> AdapterError:
     """The error for a file that cannot be used; the findings have said why."""
     lost, usable = len(reading.left_out), len(reading.adapter)
-    forgivable = usable and lost and all(error.code not in UNFORGIVABLE for error in errors)
+    forgivable = usable and lost and all(error.code not in _UNFORGIVABLE_CODES for error in errors)
     leave = " Where a part may be left out: --allow-unmatched." if forgivable else ""
     return AdapterError(
         f"{path} cannot be used: {len(errors)} errors, {lost} of {len(reading.ledger)} tensors without use",
@@ -241,10 +249,10 @@ def refused(path: Path, reading: Reading, errors: Sequence[Finding]) -> AdapterE
     )
 
 
-def form_for(source: Source, dtype: torch.dtype | None, report: Report) -> Form:
+def choose_output_format(source: OpenedAdapter, dtype: torch.dtype | None, report: Report) -> OutputFormat:
     """The spelling of a source where we write it, else kohya's, which can say everything; with the source's texts."""
     spelling = source.reading.spelling
-    if spelling not in WRITABLE or spelling == "peft":
+    if spelling not in WRITABLE_SPELLINGS or spelling == "peft":
         report.add(
             Level.NOTE,
             "WRITTEN-AS-KOHYA",
@@ -253,18 +261,20 @@ def form_for(source: Source, dtype: torch.dtype | None, report: Report) -> Form:
             remedy="For another spelling: finitune convert FILE --to ...",
         )
         spelling = "kohya"
-    return Form(spelling, dtype, source.reading.metadata)
+    return OutputFormat(spelling, dtype, source.reading.metadata)
 
 
 def put_adapter(
-    path: Path, adapter: AdapterSet, family: ModelSpec, form: Form, receipt: Receipt, report: Report
-) -> Reading:
-    """Write an adapter file as `put_written` does; the adapter is what has to read back."""
+    path: Path, adapter: AdapterSet, family: ModelSpec, form: OutputFormat, receipt: Receipt, report: Report
+) -> ParsedAdapter:
+    """Write an adapter file as `put_written_adapter` does; the adapter is what has to read back."""
     written = write_adapter(adapter, family, form.spelling, dtype=form.dtype, metadata=form.metadata, receipt=receipt)
-    return put_written(path, written, Expected(adapter, family), report)
+    return put_written_adapter(path, written, ExpectedAdapter(adapter, family), report)
 
 
-def put_written(path: Path, written: Written, expected: Expected, report: Report) -> Reading:
+def put_written_adapter(
+    path: Path, written: AdapterFileContent, expected: ExpectedAdapter, report: Report
+) -> ParsedAdapter:
     """Put the files of an adapter in place, whole or not at all, after reading them back and comparing each change.
 
     `path` is a file, or for PEFT a folder. Figures `bytes`, `tensors`, `max_delta_error`, `narrowing_error`,
@@ -272,31 +282,33 @@ def put_written(path: Path, written: Written, expected: Expected, report: Report
     back. Raises FileError (FILE-READ-BACK, FILE-NOT-WRITTEN).
     """
     folder = path.parent if written.config is None else path
-    names = file_names(written, path)
+    names = name_adapter_files(written, path)
     targets = [folder / name for name in names.values()]
-    clear_strays(targets, report)
-    with staged(targets) as temporaries, workshop(temporaries[0]) as place:
-        save(written, place, names)  # under their own names: PEFT's tensors need the other file beside them
-        back = read_back(place / names["adapter"], written, expected, report)
+    clear_stale_files(targets, report)
+    with stage_files(targets) as temporaries, open_scratch_folder(temporaries[0]) as place:
+        save_adapter_files(
+            written, place, names
+        )  # under their own names: PEFT's tensors need the other file beside them
+        back = read_back_adapter(place / names["adapter"], written, expected, report)
         for name, temporary in zip(names.values(), temporaries, strict=True):
             (place / name).replace(temporary)
     report.artifacts |= {what: str(folder / name) for what, name in names.items()}
     report.figures["bytes"] = (folder / names["adapter"]).stat().st_size
-    tell_written(written, names, report)
+    report_written_adapter(written, names, report)
     return back
 
 
-def file_names(written: Written, path: Path) -> dict[str, str]:
+def name_adapter_files(written: AdapterFileContent, path: Path) -> dict[str, str]:
     """The files of an adapter, by what they are."""
-    names = {"adapter": path.name if written.config is None else PEFT_TENSORS}
+    names = {"adapter": path.name if written.config is None else PEFT_TENSORS_FILE_NAME}
     if written.config is not None:
-        names["config"] = PEFT_CONFIG
+        names["config"] = PEFT_CONFIG_FILE_NAME
     if written.embeddings:
         names["embeddings"] = f"{Path(names['adapter']).stem}-embeddings.safetensors"
     return names
 
 
-def save(written: Written, folder: Path, names: Mapping[str, str]) -> None:
+def save_adapter_files(written: AdapterFileContent, folder: Path, names: Mapping[str, str]) -> None:
     """Write the files of an adapter into a folder."""
     save_tensors(folder / names["adapter"], written.tensors, written.metadata)
     if written.config is not None:
@@ -305,12 +317,12 @@ def save(written: Written, folder: Path, names: Mapping[str, str]) -> None:
         save_tensors(folder / names["embeddings"], written.embeddings, {"format": "pt"})
 
 
-def tell_written(written: Written, names: Mapping[str, str], report: Report) -> None:
+def report_written_adapter(written: AdapterFileContent, names: Mapping[str, str], report: Report) -> None:
     """What was written, and what of it should be known."""
     error, share = written.narrowing_error, written.flushed_share
     report.figures |= {"tensors": len(written.tensors), "narrowing_error": error, "flushed_share": share}
     report.findings.extend(written.findings)
-    if error > MUCH or share > MUCH:
+    if error > _MAX_NARROWING_LOSS or share > _MAX_NARROWING_LOSS:
         report.add(
             Level.WARNING,
             "NARROWED",
@@ -326,17 +338,19 @@ def tell_written(written: Written, names: Mapping[str, str], report: Report) -> 
         report.add(Level.NOTE, "EMBEDDINGS-APART", names["embeddings"], message, tokens=tokens)
 
 
-def read_back(path: Path, written: Written, expected: Expected, report: Report) -> Reading:
+def read_back_adapter(
+    path: Path, written: AdapterFileContent, expected: ExpectedAdapter, report: Report
+) -> ParsedAdapter:
     """The file as it reads back; raises FileError (FILE-READ-BACK) where a site's change is further off than it may be.
 
     Of a site whose numbers became zero nothing may be left, which is told by other means.
     """
     source, family = expected.adapter, expected.family
-    back = read_adapter(TensorFile(path), resolver=Resolver.of_model(family), answers=AS_WRITTEN)
+    back = read_adapter(TensorFile(path), resolver=Resolver.of_model(family), answers=WRITTEN_AMBIGUITY_ANSWERS)
     sites = dict.fromkeys((*source, *back.adapter))
-    errors = {site: change_error(back.adapter.sites.get(site), source.sites.get(site)) for site in sites}
+    errors = {site: compute_change_error(back.adapter.sites.get(site), source.sites.get(site)) for site in sites}
     worst = max(errors, key=errors.__getitem__)
-    allowed = 1.0 if written.flushed else READ_BACK + 4 * (written.narrowing_error + expected.error)
+    allowed = 1.0 if written.flushed else _MAX_READ_BACK_ERROR + 4 * (written.narrowing_error + expected.error)
     report.figures["max_delta_error"] = errors[worst]
     faults = [finding.message for finding in back.errors]
     if faults or back.unmatched or not errors[worst] <= allowed:

@@ -17,26 +17,32 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from finitune.adapters import AdapterSet, SiteAdapter, algorithm_of
-from finitune.adapters.convert import as_lora, thin_lora
+from finitune.adapters import AdapterSet, SiteAdapter, find_algorithm
+from finitune.adapters.convert import convert_adapter_to_lora, to_lora_matrices
 from finitune.adapters.core import Shape
-from finitune.adapters.lowrank import balance, svd_delta, truncate
-from finitune.adapters.weight import widened
+from finitune.adapters.lowrank import balance_factors, decompose_delta, truncate_factors
+from finitune.adapters.weight import widen_inputs
 from finitune.errors import AdapterError, UsageError
-from finitune.merging.adapterfile import Source, demand_other, form_for, open_adapter, put_adapter
-from finitune.merging.rows import Row, figures_of, receipt_for, table_of
-from finitune.namings.core import Answers
-from finitune.namings.fuse import ROWS, SCALED, same, times
+from finitune.merging.adapterfile import (
+    OpenedAdapter,
+    choose_output_format,
+    open_adapter,
+    put_adapter,
+    require_other_output,
+)
+from finitune.merging.site_records import SiteRecord, build_site_receipt, build_site_table, compute_site_figures
+from finitune.namings.core import AmbiguityOptions
+from finitune.namings.fuse import ROW_AXES_BY_ALGORITHM, SCALE_ROLES_BY_ALGORITHM, is_same_tensor, multiply_exactly
 from finitune.report import Level, Report
 
-Strong = tuple[SiteAdapter, float]
-How = Literal["kept", "scaled", "added", "side by side", "svd"]
-FACTORED = {"lora", "loha", "lokr"}
-VERB = "merge"
+_WeightedAdapter = tuple[SiteAdapter, float]
+_CombineMethod = Literal["kept", "scaled", "added", "side by side", "svd"]
+_FACTORED_ALGORITHMS = {"lora", "loha", "lokr"}
+_MERGE_VERB = "merge"
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankLimit:
     """What is asked of the ranks: at most `rank`, and no more than the share `energy` of the squared norm needs.
 
     Raises UsageError for a rank under 1 and an energy outside of (0, 1].
@@ -57,128 +63,137 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Combined:
+class CombinedAdapter:
     """The sum of several adapters, and a row for each of its sites; `silent` are the sites left out at strength 0."""
 
     adapter: AdapterSet
-    rows: tuple[Row, ...]
+    rows: tuple[SiteRecord, ...]
     silent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Sum:
+class SiteSum:
     """One site of a sum, before it has a name."""
 
     adapter: SiteAdapter
-    how: How
+    how: _CombineMethod
     error: float = 0.0
     energy: float = 1.0
 
 
-def combine(
+def combine_adapters(
     sets: Sequence[tuple[AdapterSet, float]],
     *,
     rank: int | None = None,
     energy: float | None = None,
     shapes: Mapping[str, Shape] | None = None,
-) -> Combined:
+) -> CombinedAdapter:
     """The adapter whose change is the sum of strength * change over `sets`; new factors are fp32, with scale 1.
 
     Without `rank` and `energy` the sum is exact (to fp32's rounding). `shapes` are weights' shapes by site, needed
     only where no adapter tells a kernel. Raises AdapterError (ADAPTER-NOT-ADDABLE, ADAPTER-DOES-NOT-FIT) with the
     site as its subject.
     """
-    cut = Cut(rank, energy)
+    cut = RankLimit(rank, energy)
     sites = list(dict.fromkeys(site for adapters, _ in sets for site in adapters))
     made: dict[str, SiteAdapter] = {}
-    rows: list[Row] = []
+    rows: list[SiteRecord] = []
     for site in sites:
         acting = {i: (a[site], m) for i, (a, m) in enumerate(sets) if site in a.sites and m != 0}
         if not acting:
             continue
         try:
-            total = combine_site(list(acting.values()), cut, (shapes or {}).get(site))
+            total = combine_adapters_at_site(list(acting.values()), cut, (shapes or {}).get(site))
         except AdapterError as error:
             error.subject = error.subject or site
             raise
         made[site] = total.adapter
-        size = algorithm_of(total.adapter.algorithm).rank(total.adapter)
-        rows.append(Row(site, total.how, size, total.error, total.energy, tuple(acting)))
+        size = find_algorithm(total.adapter.algorithm).rank(total.adapter)
+        rows.append(SiteRecord(site, total.how, size, total.error, total.energy, tuple(acting)))
     silent = tuple(site for site in sites if site not in made)
-    return Combined(AdapterSet(made, embeddings_of(sets)), tuple(rows), silent)
+    return CombinedAdapter(AdapterSet(made, merge_learned_embeddings(sets)), tuple(rows), silent)
 
 
-def combine_site(parts: Sequence[Strong], cut: Cut = Cut(), shape: Shape | None = None) -> Sum:
+def combine_adapters_at_site(
+    parts: Sequence[_WeightedAdapter], cut: RankLimit = RankLimit(), shape: Shape | None = None
+) -> SiteSum:
     """The sum of strength * change at one site; no strength is 0. Raises AdapterError where there is no sum."""
     alone = parts[0] if len(parts) == 1 else None
-    if alone and alone[1] == 1 and not is_cut(alone[0], cut):
-        return Sum(alone[0], "kept")
+    if alone and alone[1] == 1 and not is_rank_reduced(alone[0], cut):
+        return SiteSum(alone[0], "kept")
     for adapter, strength in parts:
-        demand_addable(adapter, strength, len(parts))
-    if alone and not is_cut(alone[0], cut):
-        return Sum(strengthened(*alone), "scaled")
-    bias = sum_of([(bias, m) for adapter, m in parts if (bias := bias_of(adapter)) is not None])
+        require_addable(adapter, strength, len(parts))
+    if alone and not is_rank_reduced(alone[0], cut):
+        return SiteSum(scale_adapter_change(*alone), "scaled")
+    bias = add_weighted_tensors(
+        [(bias, m) for adapter, m in parts if (bias := compute_bias_change(adapter)) is not None]
+    )
     weights = [part for part in parts if part[0].tensors.keys() - {"diff_b"}]
     if not weights:
-        return with_bias(Sum(SiteAdapter("full", {}), "added"), bias)
-    shape = joint_shape(weights, shape)
+        return add_bias_change(SiteSum(SiteAdapter("full", {}), "added"), bias)
+    shape = find_joint_weight_shape(weights, shape)
     algorithms = {adapter.algorithm for adapter, _ in weights}
-    if algorithms <= FACTORED:
-        total = factored_sum(weights, cut, shape)
+    if algorithms <= _FACTORED_ALGORITHMS:
+        total = add_factored_adapters(weights, cut, shape)
     else:
-        total = dense_sum(weights, cut, shape, "norm" if algorithms == {"norm"} else "full")
+        total = add_dense_adapters(weights, cut, shape, "norm" if algorithms == {"norm"} else "full")
     reshapes = any(adapter.options.get("reshape") for adapter, _ in weights)
     options = {"reshape": True} if reshapes else {}
-    return with_bias(replace(total, adapter=replace(total.adapter, options=options)), bias)
+    return add_bias_change(replace(total, adapter=replace(total.adapter, options=options)), bias)
 
 
-def factored_sum(parts: Sequence[Strong], cut: Cut, shape: Shape) -> Sum:
+def add_factored_adapters(parts: Sequence[_WeightedAdapter], cut: RankLimit, shape: Shape) -> SiteSum:
     """LoRAs side by side, cut where that is asked for; LoHa and LoKr become LoRAs of the rank that they need."""
-    lora = algorithm_of("lora")
+    lora = find_algorithm("lora")
     ups, downs, error = [], [], 0.0
     for adapter, strength in parts:
         if adapter.algorithm != "lora":
-            converted = as_lora(adapter, shape)
+            converted = convert_adapter_to_lora(adapter, shape)
             adapter, error = converted.adapter, max(error, converted.error)
-        up, down = thin_lora(adapter)
+        up, down = to_lora_matrices(adapter)
         ups.append(strength * lora.scale(adapter) * up)
-        downs.append(widened(down.view(len(down), -1, *shape[2:]), shape).flatten(1))
+        downs.append(widen_inputs(down.view(len(down), -1, *shape[2:]), shape).flatten(1))
     up, down = torch.cat(ups, dim=1), torch.cat(downs)
     largest = min(up.shape[0], down.shape[1]) if cut.rank is None else cut.rank
     if cut.energy is not None or up.shape[1] > largest:
-        up, down, books = truncate(up, down, rank=cut.rank, energy=cut.energy)
-        return Sum(lora_of(up, down, shape), "svd", books.error, books.energy)
+        up, down, books = truncate_factors(up, down, rank=cut.rank, energy=cut.energy)
+        return SiteSum(build_unit_scale_lora(up, down, shape), "svd", books.error, books.energy)
     plain = all(adapter.algorithm == "lora" for adapter, _ in parts)
-    up, down = balance(up.float(), down.float())
-    return Sum(lora_of(up, down, shape), "side by side" if plain else "svd", error, 1 - error**2)
+    up, down = balance_factors(up.float(), down.float())
+    return SiteSum(build_unit_scale_lora(up, down, shape), "side by side" if plain else "svd", error, 1 - error**2)
 
 
-def dense_sum(parts: Sequence[Strong], cut: Cut, shape: Shape, algorithm: Literal["full", "norm"]) -> Sum:
+def add_dense_adapters(
+    parts: Sequence[_WeightedAdapter], cut: RankLimit, shape: Shape, algorithm: Literal["full", "norm"]
+) -> SiteSum:
     """Full differences, and whatever stands beside them, added up; a matrix is cut to factors where that is asked."""
     zeros = torch.zeros(shape, dtype=torch.float64)
     total = zeros.clone()
     for adapter, strength in parts:
-        total += strength * algorithm_of(adapter.algorithm).delta(adapter, zeros)
-    if cut != Cut() and len(shape) > 1:
-        up, down, books = svd_delta(total.flatten(1), rank=cut.rank, energy=cut.energy)
-        return Sum(lora_of(up, down, shape), "svd", books.error, books.energy)
+        total += strength * find_algorithm(adapter.algorithm).delta(adapter, zeros)
+    if cut != RankLimit() and len(shape) > 1:
+        up, down, books = decompose_delta(total.flatten(1), rank=cut.rank, energy=cut.energy)
+        return SiteSum(build_unit_scale_lora(up, down, shape), "svd", books.error, books.energy)
     role = "w_norm" if algorithm == "norm" else "diff"
-    return Sum(SiteAdapter(algorithm, {role: total.float()}), "added")
+    return SiteSum(SiteAdapter(algorithm, {role: total.float()}), "added")
 
 
-def strengthened(adapter: SiteAdapter, strength: float) -> SiteAdapter:
+def scale_adapter_change(adapter: SiteAdapter, strength: float) -> SiteAdapter:
     """The adapter whose change is `strength` times as large, of the same algorithm; alpha stays as it was stated."""
-    roles = {*SCALED.get(adapter.algorithm, ROWS[adapter.algorithm]), "diff_b"} & adapter.tensors.keys()
-    return adapter.with_tensors(**{role: times(adapter.tensors[role], strength) for role in roles})
+    roles = {
+        *SCALE_ROLES_BY_ALGORITHM.get(adapter.algorithm, ROW_AXES_BY_ALGORITHM[adapter.algorithm]),
+        "diff_b",
+    } & adapter.tensors.keys()
+    return adapter.with_tensors(**{role: multiply_exactly(adapter.tensors[role], strength) for role in roles})
 
 
-def lora_of(up: Tensor, down: Tensor, shape: Shape) -> SiteAdapter:
+def build_unit_scale_lora(up: Tensor, down: Tensor, shape: Shape) -> SiteAdapter:
     """A LoRA at scale 1 from factors (out, r) and (r, in * kernel), for a weight of `shape` (out, in, *kernel)."""
     tensors = {"up": up.reshape(*up.shape, *[1] * len(shape[2:])), "down": down.reshape(-1, *shape[1:])}
     return SiteAdapter("lora", tensors, float(up.shape[1]))
 
 
-def with_bias(total: Sum, bias: Tensor | None) -> Sum:
+def add_bias_change(total: SiteSum, bias: Tensor | None) -> SiteSum:
     """The sum with the change of a bias, in the role that its algorithm has for it."""
     if bias is None:
         return total
@@ -186,12 +201,12 @@ def with_bias(total: Sum, bias: Tensor | None) -> Sum:
     return replace(total, adapter=total.adapter.with_tensors(**{role: bias}))
 
 
-def bias_of(adapter: SiteAdapter) -> Tensor | None:
+def compute_bias_change(adapter: SiteAdapter) -> Tensor | None:
     """The change of the bias, scale included; None where there is none."""
-    return algorithm_of(adapter.algorithm).bias_delta(adapter, None)
+    return find_algorithm(adapter.algorithm).bias_delta(adapter, None)
 
 
-def sum_of(terms: Sequence[tuple[Tensor, float]]) -> Tensor | None:
+def add_weighted_tensors(terms: Sequence[tuple[Tensor, float]]) -> Tensor | None:
     """strength * tensor summed in fp64, in fp32; None for no terms."""
     total = None
     for tensor, strength in terms:
@@ -199,18 +214,20 @@ def sum_of(terms: Sequence[tuple[Tensor, float]]) -> Tensor | None:
     return None if total is None else total.float()
 
 
-def joint_shape(parts: Sequence[Strong], shape: Shape | None) -> Shape:
+def find_joint_weight_shape(parts: Sequence[_WeightedAdapter], shape: Shape | None) -> Shape:
     """The weight's shape that all parts agree on: `shape` where it is known, else the fullest that one of them tells.
 
     Raises AdapterError (ADAPTER-DOES-NOT-FIT) where they do not.
     """
-    own = [algorithm_of(adapter.algorithm).shape(adapter) or () for adapter, _ in parts]
+    own = [find_algorithm(adapter.algorithm).shape(adapter) or () for adapter, _ in parts]
     whole = max([*own, shape or ()], key=lambda s: (len(s), math.prod(s)))
-    widens = any(a.options.get("reshape") for a, _ in parts) and all(a.algorithm in FACTORED for a, _ in parts)
+    widens = any(a.options.get("reshape") for a, _ in parts) and all(
+        a.algorithm in _FACTORED_ALGORITHMS for a, _ in parts
+    )
     for (adapter, _), implied in zip(parts, own, strict=True):
         narrower = widens and len(implied) == len(whole) and implied[1:2] < whole[1:2]
         as_wide = (*implied[:1], *whole[1:2], *implied[2:]) if narrower else implied
-        if not algorithm_of(adapter.algorithm).fits(adapter, as_wide, whole):
+        if not find_algorithm(adapter.algorithm).fits(adapter, as_wide, whole):
             raise AdapterError(
                 f"the adapters are of different sizes here: {list(implied)} and {list(whole)}",
                 code="ADAPTER-DOES-NOT-FIT",
@@ -220,18 +237,18 @@ def joint_shape(parts: Sequence[Strong], shape: Shape | None) -> Shape:
     return whole
 
 
-def is_cut(adapter: SiteAdapter, cut: Cut) -> bool:
+def is_rank_reduced(adapter: SiteAdapter, cut: RankLimit) -> bool:
     """Whether a cut changes the adapter: there is more than it asks for, and the change does not depend on the base."""
-    algorithm = algorithm_of(adapter.algorithm)
+    algorithm = find_algorithm(adapter.algorithm)
     if not algorithm.additive or adapter.magnitude is not None or len(algorithm.shape(adapter) or ()) < 2:
         return False
     small = adapter.algorithm == "lora" and cut.rank is not None and (algorithm.rank(adapter) or 0) <= cut.rank
     return cut.energy is not None or (cut.rank is not None and not small)
 
 
-def demand_addable(adapter: SiteAdapter, strength: float, count: int) -> None:
+def require_addable(adapter: SiteAdapter, strength: float, count: int) -> None:
     """Raise AdapterError (ADAPTER-NOT-ADDABLE) for a change that depends on the base weight."""
-    algorithm = algorithm_of(adapter.algorithm)
+    algorithm = find_algorithm(adapter.algorithm)
     if algorithm.additive and adapter.magnitude is None:
         return
     title = algorithm.title if adapter.magnitude is None else "DoRA"
@@ -245,12 +262,12 @@ def demand_addable(adapter: SiteAdapter, strength: float, count: int) -> None:
     )
 
 
-def embeddings_of(sets: Sequence[tuple[AdapterSet, float]]) -> dict[str, Tensor]:
+def merge_learned_embeddings(sets: Sequence[tuple[AdapterSet, float]]) -> dict[str, Tensor]:
     """All learned token vectors that came along; raises AdapterError where two differ under one name."""
     kept: dict[str, Tensor] = {}
     for adapters, _ in sets:
         for name, tensor in adapters.embeddings.items():
-            if name in kept and not same(kept[name], tensor):
+            if name in kept and not is_same_tensor(kept[name], tensor):
                 raise AdapterError(
                     f"two adapters bring different vectors for the token {name!r}",
                     code="ADAPTER-NOT-ADDABLE",
@@ -262,7 +279,7 @@ def embeddings_of(sets: Sequence[tuple[AdapterSet, float]]) -> dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Combination:
+class CombineRequest:
     """Which adapter files to add up, each at its strength, and where to write the sum.
 
     It is spelled as the first file is. Without `dtype` new factors are fp32, what stays as it was keeps its own.
@@ -275,35 +292,36 @@ class Combination:
     energy: float | None = None
     dtype: torch.dtype | None = None
     allow_unmatched: bool = False
-    answers: Answers | None = None
+    answers: AmbiguityOptions | None = None
 
 
-def combine_files(request: Combination, report: Report) -> None:
+def combine_adapter_files(request: CombineRequest, report: Report) -> None:
     """Read, add up, write, read back, compare; findings, figures, the table and the artifact go to the report.
 
-    Figures: those of `figures_of`, `sites_kept`, `sites_svd`, and what `put_adapter` says. Raises FinituneError.
+    Figures: those of `compute_site_figures`, `sites_kept`, `sites_svd`, and what `put_adapter` says. Raises
+    FinituneError.
     """
-    cut = Cut(request.rank, request.energy)
-    demand_strengths(request.files)
-    demand_other(request.out, [path for path, _ in request.files])
+    cut = RankLimit(request.rank, request.energy)
+    require_usable_strengths(request.files)
+    require_other_output(request.out, [path for path, _ in request.files])
     sources = [
         open_adapter(path, report, allow_unmatched=request.allow_unmatched, answers=request.answers)
         for path, _ in request.files
     ]
-    demand_one_family(sources)
+    require_one_family(sources)
     strengths = [strength for _, strength in request.files]
-    combined = combine(
+    combined = combine_adapters(
         [(source.reading.adapter, strength) for source, strength in zip(sources, strengths, strict=True)],
         rank=cut.rank,
         energy=cut.energy,
     )
-    tell(combined, sources, cut, report)
-    receipt = receipt_for(VERB, combined.rows, [source.receipt for source in sources])
-    form = form_for(sources[0], request.dtype, report)
+    report_combined_adapter(combined, sources, cut, report)
+    receipt = build_site_receipt(_MERGE_VERB, combined.rows, [source.receipt for source in sources])
+    form = choose_output_format(sources[0], request.dtype, report)
     put_adapter(request.out, combined.adapter, sources[0].family, form, receipt, report)
 
 
-def demand_strengths(files: Sequence[tuple[Path, float]]) -> None:
+def require_usable_strengths(files: Sequence[tuple[Path, float]]) -> None:
     """Raise UsageError where no file, or only strengths of 0, or a strength that is no number is given."""
     wrong = [path for path, strength in files if not math.isfinite(strength)]
     if files and not wrong and any(strength for _, strength in files):
@@ -312,7 +330,7 @@ def demand_strengths(files: Sequence[tuple[Path, float]]) -> None:
     raise UsageError(what, code="MERGE-STRENGTH", subject="--adapter", remedy="Give each file a strength: FILE:0.7.")
 
 
-def demand_one_family(sources: Sequence[Source]) -> None:
+def require_one_family(sources: Sequence[OpenedAdapter]) -> None:
     """Raise AdapterError (MERGE-FAMILIES) for adapters of different models."""
     first = sources[0]
     for other in sources[1:]:
@@ -326,7 +344,9 @@ def demand_one_family(sources: Sequence[Source]) -> None:
             )
 
 
-def tell(combined: Combined, sources: Sequence[Source], cut: Cut, report: Report) -> None:
+def report_combined_adapter(
+    combined: CombinedAdapter, sources: Sequence[OpenedAdapter], cut: RankLimit, report: Report
+) -> None:
     """What was made of the sites, file by file; raises AdapterError where nothing is left."""
     rows = combined.rows
     if not rows:
@@ -336,13 +356,13 @@ def tell(combined: Combined, sources: Sequence[Source], cut: Cut, report: Report
             evidence={"silent": len(combined.silent)},
             remedy="Give a file with modules a strength other than 0.",
         )
-    report.figures |= figures_of(rows)
+    report.figures |= compute_site_figures(rows)
     report.figures |= {f"sites_{how}": sum(row.how == how for row in rows) for how in ("kept", "svd")}
-    report.tables.append(table_of(rows, "the merged adapter"))
+    report.tables.append(build_site_table(rows, "the merged adapter"))
     for i, source in enumerate(sources):
         mine = [row for row in rows if i in row.parts]
         plain = {site for site, adapter in source.reading.adapter.sites.items() if adapter.algorithm == "lora"}
-        svd = [row.site for row in mine if row.how == "svd" and (cut != Cut() or row.site not in plain)]
+        svd = [row.site for row in mine if row.how == "svd" and (cut != RankLimit() or row.site not in plain)]
         if svd:
             message = f"{len(svd)} of its {len(mine)} layers needed an SVD"
             worst = max(row.error for row in mine)

@@ -18,21 +18,23 @@ import torch
 from torch import Tensor
 
 from finitune.adapters import AdapterSet, SiteAdapter
-from finitune.adapters.core import same_weight
-from finitune.adapters.lowrank import demand_finite, squared_norm, svd_delta
-from finitune.errors import FinituneError, ModelError, UsageError, did_you_mean
-from finitune.merging.combine import lora_of
-from finitune.merging.pairing import Checkpoint, Source
-from finitune.merging.rows import Row
-from finitune.progress import Progress, Silent
+from finitune.adapters.core import is_same_weight_shape
+from finitune.adapters.lowrank import compute_squared_norm, decompose_delta, require_finite_matrices
+from finitune.errors import FinituneError, ModelError, UsageError, suggest_nearest_name
+from finitune.merging.combine import build_unit_scale_lora
+from finitune.merging.pairing import CheckpointTensorSource, PairableCheckpoint
+from finitune.merging.site_records import SiteRecord
+from finitune.progress import Progress, SilentProgress
 
-STAGE = "extract"
-EMBEDDING = re.compile(r"(.+\.)?(embed|embed_tokens|(token|position)_embedding|shared|wte|wpe|relative_attention_bias)")
+_EXTRACT_STAGE = "extract"
+_EMBEDDING_MODULE_PATTERN = re.compile(
+    r"(.+\.)?(embed|embed_tokens|(token|position)_embedding|shared|wte|wpe|relative_attention_bias)"
+)
 """Modules that look a row up: their weight is a matrix, but no product that an adapter could join."""
 
 
 @dataclass(frozen=True)
-class Wish:
+class ExtractionOptions:
     """What to extract: how far matrices are cut, which sites (shell patterns; none: all), and from what change on.
 
     `min_change` is the norm of a tensor's change over that of the tensor. `full` keeps whole differences of modules
@@ -47,7 +49,7 @@ class Wish:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class LeftOutTensor:
     """A tensor that has changed and is not in the adapter: why, and the norm of its change over that of the tensor."""
 
     name: str
@@ -56,7 +58,7 @@ class LeftOut:
 
 
 @dataclass
-class Extracted:
+class ExtractionResult:
     """What has changed, site by site, and what became of every other tensor; filled as the tensors come by.
 
     `identical` tensors are the same in both, `small` ones changed by less than was asked, `excluded` ones belong to
@@ -65,8 +67,8 @@ class Extracted:
 
     weights: dict[str, SiteAdapter] = field(default_factory=dict)
     biases: dict[str, Tensor] = field(default_factory=dict)
-    rows: list[Row] = field(default_factory=list)
-    left_out: list[LeftOut] = field(default_factory=list)
+    rows: list[SiteRecord] = field(default_factory=list)
+    left_out: list[LeftOutTensor] = field(default_factory=list)
     identical: int = 0
     small: int = 0
     excluded: int = 0
@@ -88,25 +90,27 @@ class Extracted:
         return AdapterSet(sites)
 
 
-def extract(base: Checkpoint, tuned: Checkpoint, wish: Wish, progress: Progress | None = None) -> Extracted:
+def extract_adapter(
+    base: PairableCheckpoint, tuned: PairableCheckpoint, wish: ExtractionOptions, progress: Progress | None = None
+) -> ExtractionResult:
     """The way from one checkpoint to the other as an adapter; factors and differences are fp32, with scale 1.
 
     Raises ModelError where the checkpoints are of different models (MODELS-DIFFER) or the same in all tensors
     (MODELS-IDENTICAL), UsageError where `include` names nothing.
     """
-    progress = progress or Silent()
+    progress = progress or SilentProgress()
     names = [name for name in tuned.sources if name in base.sources]
-    demand_pairs(names, tuned, wish)
-    done = Extracted()
-    progress.start(STAGE, len(names))
+    require_common_tensors(names, tuned, wish)
+    done = ExtractionResult()
+    progress.start(_EXTRACT_STAGE, len(names))
     for name in names:
         try:
-            take(name, base, tuned, wish, done)
+            extract_tensor_change(name, base, tuned, wish, done)
         except FinituneError as error:
             error.subject = error.subject or name
             raise
-        progress.advance(STAGE)
-    progress.finish(STAGE)
+        progress.advance(_EXTRACT_STAGE)
+    progress.finish(_EXTRACT_STAGE)
     if not done.rows and not done.left_out:
         raise ModelError(
             f"the two models do not differ in any of the {len(names)} tensors that were compared",
@@ -117,54 +121,56 @@ def extract(base: Checkpoint, tuned: Checkpoint, wish: Wish, progress: Progress 
     return done
 
 
-def take(name: str, base: Checkpoint, tuned: Checkpoint, wish: Wish, done: Extracted) -> None:
+def extract_tensor_change(
+    name: str, base: PairableCheckpoint, tuned: PairableCheckpoint, wish: ExtractionOptions, done: ExtractionResult
+) -> None:
     """Compare one pair of tensors, and put what has changed where it belongs."""
     source = tuned.sources[name]
-    if not included(source, wish):
+    if not is_site_included(source, wish):
         done.excluded += 1
         return
     before, after = base.read(name), tuned.read(name)
-    delta = difference(before, after, name)
+    delta = compute_checkpoint_difference(before, after, name)
     if delta is None:
         done.identical += 1
         return
-    norm = math.sqrt(squared_norm(before.float().reshape(1, -1)))
-    squared = squared_norm(delta.reshape(1, -1))
+    norm = math.sqrt(compute_squared_norm(before.float().reshape(1, -1)))
+    squared = compute_squared_norm(delta.reshape(1, -1))
     change = math.sqrt(squared) / norm if norm else math.inf
     if change < wish.min_change:
         done.small += 1
         return
     done.dtypes.add((before.dtype, after.dtype))
     done.squared += squared
-    why = no_place(source, delta)
+    why = explain_unplaceable_change(source, delta)
     if why and not (wish.full and source.parameter == "weight"):
-        done.left_out.append(LeftOut(name, why, change))
+        done.left_out.append(LeftOutTensor(name, why, change))
         done.left_squared += squared
         return
-    row = Row(source.name if source.parameter == "bias" else source.site, "difference", None, change=change)
+    row = SiteRecord(source.name if source.parameter == "bias" else source.site, "difference", None, change=change)
     if source.parameter == "bias":
         done.biases[source.site] = delta
     elif why or delta.ndim == 1:
         role = "w_norm" if delta.ndim == 1 else "diff"
         done.weights[source.site] = SiteAdapter("norm" if delta.ndim == 1 else "full", {role: delta})
     else:
-        up, down, books = svd_delta(delta.flatten(1), rank=wish.rank, energy=wish.energy)
-        done.weights[source.site] = lora_of(up, down, tuple(delta.shape))
+        up, down, books = decompose_delta(delta.flatten(1), rank=wish.rank, energy=wish.energy)
+        done.weights[source.site] = build_unit_scale_lora(up, down, tuple(delta.shape))
         row = replace(row, how="svd", rank=books.rank, error=books.error, energy=books.energy)
     done.rows.append(row)
 
 
-def included(source: Source, wish: Wish) -> bool:
+def is_site_included(source: CheckpointTensorSource, wish: ExtractionOptions) -> bool:
     """Whether a tensor's site, or the name of one that has none, is asked for."""
     return not wish.include or any(fnmatchcase(source.site or source.name, pattern) for pattern in wish.include)
 
 
-def difference(before: Tensor, after: Tensor, name: str) -> Tensor | None:
+def compute_checkpoint_difference(before: Tensor, after: Tensor, name: str) -> Tensor | None:
     """after - before in fp32, in the shape of `after`; None where they are the same.
 
     Raises ModelError (MODELS-DIFFER, MODELS-QUANTISED) and NumericsError where it is not finite.
     """
-    if not same_weight(tuple(before.shape), tuple(after.shape)):
+    if not is_same_weight_shape(tuple(before.shape), tuple(after.shape)):
         raise ModelError(
             f"{name} is {list(before.shape)} in the base and {list(after.shape)} in the tuned model",
             code="MODELS-DIFFER",
@@ -183,27 +189,27 @@ def difference(before: Tensor, after: Tensor, name: str) -> Tensor | None:
             evidence={"base": str(before.dtype), "tuned": str(after.dtype)},
             remedy="Use the releases of both models in bf16, fp16 or fp32.",
         )
-    demand_finite(delta)
+    require_finite_matrices(delta)
     return delta
 
 
-def no_place(source: Source, delta: Tensor) -> str:
+def explain_unplaceable_change(source: CheckpointTensorSource, delta: Tensor) -> str:
     """Why a change fits into no LoRA, and is no norm's or bias's either; '' where it does."""
     if not source.site:
         return "no table of the model's modules has it"
-    if source.parameter == "weight" and delta.ndim > 1 and EMBEDDING.fullmatch(source.site):
+    if source.parameter == "weight" and delta.ndim > 1 and _EMBEDDING_MODULE_PATTERN.fullmatch(source.site):
         return "its rows are looked up, not multiplied"
     return ""
 
 
-def unpaired(base: Checkpoint, tuned: Checkpoint) -> tuple[list[str], list[str]]:
+def list_unpaired_tensors(base: PairableCheckpoint, tuned: PairableCheckpoint) -> tuple[list[str], list[str]]:
     """The tensors that only the base has, of components that both have; and those that only the tuned model has."""
     components = {source.component for source in tuned.sources.values()}
     only_base = [n for n, source in base.sources.items() if n not in tuned.sources and source.component in components]
     return only_base, [name for name in tuned.sources if name not in base.sources]
 
 
-def demand_pairs(names: Sequence[str], tuned: Checkpoint, wish: Wish) -> None:
+def require_common_tensors(names: Sequence[str], tuned: PairableCheckpoint, wish: ExtractionOptions) -> None:
     """Raise where two checkpoints have nothing in common, or nothing that is asked for."""
     if not names:
         raise ModelError(
@@ -212,10 +218,11 @@ def demand_pairs(names: Sequence[str], tuned: Checkpoint, wish: Wish) -> None:
             evidence={"tuned": sorted(tuned.sources)[:3]},
             remedy="Name the base that the tuned model was made from, as a file or a folder of the same components.",
         )
-    if not any(included(tuned.sources[name], wish) for name in names):
+    if not any(is_site_included(tuned.sources[name], wish) for name in names):
         known = sorted({tuned.sources[name].site for name in names} - {""})
         raise UsageError(
-            f"--include {' '.join(wish.include)}: no module is called so.{did_you_mean(wish.include[0], known)}",
+            f"--include {' '.join(wish.include)}: no module is called "
+            f"so.{suggest_nearest_name(wish.include[0], known)}",
             code="INCLUDE-NOTHING",
             subject="--include",
             evidence={"modules": known[:5]},

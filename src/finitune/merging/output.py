@@ -12,20 +12,20 @@ import torch
 
 from finitune.errors import UsageError
 from finitune.files.tensorfile import INDEX_SUFFIX, TensorEntry, TensorFile
-from finitune.files.writer import demand_room, encode_header, staged
-from finitune.merging.bases import ENDING, Base
-from finitune.merging.plan import Plan, Planned
-from finitune.merging.stream import Lane, flushed_meanwhile, in_lanes, reserve
-from finitune.merging.survival import Survival
-from finitune.merging.work import Job, Manner, Outcome, copy_file, copy_or_merge
+from finitune.files.writer import encode_header, require_free_disk_bytes, stage_files
+from finitune.merging.base_model import SAFETENSORS_EXTENSION, MergeBase
+from finitune.merging.merge_plan import MergePlan, PlannedTensor
+from finitune.merging.stream import CopyWorker, flush_periodically, reserve_file_space, run_in_copy_workers
+from finitune.merging.survival import DeltaSurvival
+from finitune.merging.work import RoundingOptions, TensorJob, TensorOutcome, copy_and_check_file, copy_or_merge_tensor
 from finitune.progress import Progress
 
-DEFAULT_SHARD = 5_000_000_000
+_DEFAULT_SHARD_BYTES = 5_000_000_000
 """The Hub's and diffusers' own size of a shard, in bytes."""
 
 
 @dataclass(frozen=True)
-class OutFile:
+class OutputFile:
     """One file to be written: a header and tensors, or the bytes of another file (`copy_of`), or a few bytes as such.
 
     The jobs' places are in this file; their `path` is not known before it is begun. `tensors` are those in `copy_of`.
@@ -34,29 +34,31 @@ class OutFile:
     path: Path
     size: int
     header: bytes = b""
-    jobs: tuple[Job, ...] = ()
+    jobs: tuple[TensorJob, ...] = ()
     copy_of: Path | None = None
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Filling:
+class PendingFile:
     """A file that is being filled under a temporary name."""
 
-    file: OutFile
+    file: OutputFile
     place: Path
 
-    def units(self) -> list[Job | Filling]:
+    def list_work_units(self) -> list[TensorJob | PendingFile]:
         """The pieces of work: its tensors, or itself where it is a copy."""
         return [self] if self.file.copy_of else [replace(job, path=self.place) for job in self.file.jobs]
 
 
-def lay_out(base: Base, plan: Plan, out: Path, shard_size: int | None, metadata: Mapping[str, str]) -> list[OutFile]:
+def plan_output_files(
+    base: MergeBase, plan: MergePlan, out: Path, shard_size: int | None, metadata: Mapping[str, str]
+) -> list[OutputFile]:
     """The files of the output, indices last. `metadata` is added to the base's own. Raises UsageError."""
     if not base.is_folder:
-        wanted = shard_size or (DEFAULT_SHARD if out.name.endswith(INDEX_SUFFIX) else None)
-        return shards_of(out, base.files[""], [*plan.tensors], wanted, metadata)
-    files: list[OutFile] = []
+        wanted = shard_size or (_DEFAULT_SHARD_BYTES if out.name.endswith(INDEX_SUFFIX) else None)
+        return plan_shards(out, base.files[""], [*plan.tensors], wanted, metadata)
+    files: list[OutputFile] = []
     for component, file in base.files.items():
         mine = [one for one in plan.tensors if one.key.file == component]
         where = out / file.path.relative_to(base.path)
@@ -64,41 +66,43 @@ def lay_out(base: Base, plan: Plan, out: Path, shard_size: int | None, metadata:
         if touched:
             largest = max(path.stat().st_size for path in {entry.path for entry in file.entries.values()})
             sharded = largest if file.path.name.endswith(INDEX_SUFFIX) else None
-            files += shards_of(where, file, mine, shard_size or sharded, metadata)
+            files += plan_shards(where, file, mine, shard_size or sharded, metadata)
         else:
             lying: dict[Path, dict[str, TensorEntry]] = {file.path: {}}
             for one in mine:
                 lying.setdefault(one.entry.path, {})[str(one.key)] = one.entry
-            files += [copied(path, base.path, out, tensors) for path, tensors in sorted(lying.items())]
-    files += [copied(path, base.path, out) for path in base.others]
+            files += [plan_copied_file(path, base.path, out, tensors) for path, tensors in sorted(lying.items())]
+    files += [plan_copied_file(path, base.path, out) for path in base.others]
     return sorted(files, key=lambda one: one.path.name.endswith(INDEX_SUFFIX))
 
 
-def copied(path: Path, folder: Path, out: Path, tensors: Mapping[str, TensorEntry] | None = None) -> OutFile:
+def plan_copied_file(
+    path: Path, folder: Path, out: Path, tensors: Mapping[str, TensorEntry] | None = None
+) -> OutputFile:
     """A file of a folder, with the tensors in it, at the same place in another."""
-    return OutFile(out / path.relative_to(folder), path.stat().st_size, copy_of=path, tensors=tensors or {})
+    return OutputFile(out / path.relative_to(folder), path.stat().st_size, copy_of=path, tensors=tensors or {})
 
 
-def shards_of(
-    path: Path, file: TensorFile, tensors: Sequence[Planned], limit: int | None, metadata: Mapping[str, str]
-) -> list[OutFile]:
+def plan_shards(
+    path: Path, file: TensorFile, tensors: Sequence[PlannedTensor], limit: int | None, metadata: Mapping[str, str]
+) -> list[OutputFile]:
     """One safetensors file at `path`, or several of at most `limit` bytes (one tensor at least) and their index."""
-    stem = path.name.removesuffix(INDEX_SUFFIX).removesuffix(ENDING)
+    stem = path.name.removesuffix(INDEX_SUFFIX).removesuffix(SAFETENSORS_EXTENSION)
     texts = {**file.metadata, **metadata}
-    groups = divided(tensors, limit)
+    groups = group_by_shard_size(tensors, limit)
     if len(groups) == 1 and not path.name.endswith(INDEX_SUFFIX):
-        return [tensor_file(path, groups[0], texts)]
-    names = [f"{stem}-{n:05d}-of-{len(groups):05d}{ENDING}" for n in range(1, len(groups) + 1)]
-    shards = [tensor_file(path.with_name(n), group, texts) for n, group in zip(names, groups, strict=True)]
-    weight_map = {name: shard.path.name for shard in shards for name in entries_of(shard.jobs)}
+        return [plan_tensor_file(path, groups[0], texts)]
+    names = [f"{stem}-{n:05d}-of-{len(groups):05d}{SAFETENSORS_EXTENSION}" for n in range(1, len(groups) + 1)]
+    shards = [plan_tensor_file(path.with_name(n), group, texts) for n, group in zip(names, groups, strict=True)]
+    weight_map = {name: shard.path.name for shard in shards for name in build_output_entries(shard.jobs)}
     total = sum(shard.size - len(shard.header) for shard in shards)
     index = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2).encode()
-    return [*shards, OutFile(path.with_name(stem + ENDING + INDEX_SUFFIX), len(index), index)]
+    return [*shards, OutputFile(path.with_name(stem + SAFETENSORS_EXTENSION + INDEX_SUFFIX), len(index), index)]
 
 
-def divided(tensors: Sequence[Planned], limit: int | None) -> list[list[Planned]]:
+def group_by_shard_size(tensors: Sequence[PlannedTensor], limit: int | None) -> list[list[PlannedTensor]]:
     """Tensors in their order, in groups of at most `limit` bytes."""
-    groups: list[list[Planned]] = [[]]
+    groups: list[list[PlannedTensor]] = [[]]
     filled = 0
     for one in tensors:
         if limit and groups[-1] and filled + one.size_bytes > limit:
@@ -109,10 +113,10 @@ def divided(tensors: Sequence[Planned], limit: int | None) -> list[list[Planned]
     return groups
 
 
-def tensor_file(path: Path, tensors: Sequence[Planned], metadata: Mapping[str, str]) -> OutFile:
+def plan_tensor_file(path: Path, tensors: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> OutputFile:
     """A safetensors file: wide elements first, so that each tensor is aligned, and else in the base's order."""
     jobs = [
-        Job(
+        TensorJob(
             str(one.key),
             one.key.name,
             one.entry,
@@ -125,7 +129,7 @@ def tensor_file(path: Path, tensors: Sequence[Planned], metadata: Mapping[str, s
         )
         for one in sorted(tensors, key=lambda one: -one.dtype.itemsize)
     ]
-    entries = entries_of(jobs)
+    entries = build_output_entries(jobs)
     header = encode_header(entries, metadata)
     places: dict[str, int] = {}
     end = len(header)
@@ -140,10 +144,10 @@ def tensor_file(path: Path, tensors: Sequence[Planned], metadata: Mapping[str, s
         )
         for job in jobs
     ]
-    return OutFile(path, end, header, tuple(placed))
+    return OutputFile(path, end, header, tuple(placed))
 
 
-def entries_of(jobs: Sequence[Job]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def build_output_entries(jobs: Sequence[TensorJob]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """{name: dtype and shape} of the tensors of some jobs: scales first, for they are the widest."""
     scales = [job.scale for job in jobs if job.scale is not None and job.scale_at is not None]
     entries = {scale.key: (scale.entry.torch_dtype, scale.entry.shape) for scale in scales}
@@ -151,11 +155,11 @@ def entries_of(jobs: Sequence[Job]) -> dict[str, tuple[torch.dtype, tuple[int, .
     return dict(sorted((entries | wide).items(), key=lambda item: -item[1][0].itemsize))
 
 
-def demand_place(base: Base, adapters: Sequence[Path], out: Path) -> None:
+def require_usable_output(base: MergeBase, adapters: Sequence[Path], out: Path) -> None:
     """Raise UsageError where the output would replace an input, or has a name that it cannot have."""
     inputs = [*base.sources(), base.path, *(file.path for file in base.files.values()), *adapters]
     inside = base.is_folder and base.path.resolve() in out.resolve().parents
-    if inside or any(same_file(out, path) for path in inputs):
+    if inside or any(is_same_file(out, path) for path in inputs):
         raise UsageError(
             f"{out} is one of the inputs, or lies inside of one",
             code="MERGE-OUT",
@@ -169,72 +173,74 @@ def demand_place(base: Base, adapters: Sequence[Path], out: Path) -> None:
             subject="--out",
             remedy="A model among other files could not be told from them. Give a new folder.",
         )
-    if not base.is_folder and (out.is_dir() or not out.name.endswith((ENDING, ENDING + INDEX_SUFFIX))):
+    if not base.is_folder and (
+        out.is_dir() or not out.name.endswith((SAFETENSORS_EXTENSION, SAFETENSORS_EXTENSION + INDEX_SUFFIX))
+    ):
         raise UsageError(
             f"{out} is no name of a model file",
             code="MERGE-OUT",
             subject="--out",
-            remedy=f"End it with {ENDING}; the base is one file, and so is the output.",
+            remedy=f"End it with {SAFETENSORS_EXTENSION}; the base is one file, and so is the output.",
         )
 
 
-def same_file(a: Path, b: Path) -> bool:
+def is_same_file(a: Path, b: Path) -> bool:
     """Whether two paths are one file or folder, linked or not."""
     return a.resolve() == b.resolve() or (a.exists() and b.exists() and a.samefile(b))
 
 
-def demand_disk(files: Sequence[OutFile], out: Path) -> int:
+def require_disk_space(files: Sequence[OutputFile], out: Path) -> int:
     """The bytes that will be written; raises FileError (DISK-FULL) where the disk has fewer free."""
     needed = sum(file.size for file in files)
-    demand_room(out, needed, "Free some space, or write to another disk. Nothing was written.")
+    require_free_disk_bytes(out, needed, "Free some space, or write to another disk. Nothing was written.")
     return needed
 
 
 @contextmanager
-def filled(
-    files: Sequence[OutFile],
-    manner: Manner,
-    known: Mapping[TensorEntry, Survival | None],
+def fill_output_files(
+    files: Sequence[OutputFile],
+    manner: RoundingOptions,
+    known: Mapping[TensorEntry, DeltaSurvival | None],
     progress: Progress,
-) -> Iterator[tuple[list[Filling], list[Outcome]]]:
+) -> Iterator[tuple[list[PendingFile], list[TensorOutcome]]]:
     """All files, filled under temporary names; put in place at the end of the block, none of them where it fails.
 
     `known` are survivals that need not be estimated again. Raises FileError where the system refuses.
     """
-    with staged([file.path for file in files]) as places:
-        fillings = [Filling(file, place) for file, place in zip(files, places, strict=True)]
+    with stage_files([file.path for file in files]) as places:
+        fillings = [PendingFile(file, place) for file, place in zip(files, places, strict=True)]
         for filling in fillings:
             filling.place.write_bytes(filling.file.header)
-            reserve(filling.place, filling.file.size)
-        units = [unit for filling in fillings for unit in filling.units()]
+            reserve_file_space(filling.place, filling.file.size)
+        units = [unit for filling in fillings for unit in filling.list_work_units()]
         progress.start("merge", sum(file.size for file in files))
-        with flushed_meanwhile([filling.place for filling in fillings if filling.file.jobs]):
-            outcomes = in_lanes(units, work_on(manner, known, progress), longest_row(units))
+        with flush_periodically([filling.place for filling in fillings if filling.file.jobs]):
+            outcomes = run_in_copy_workers(units, make_file_worker(manner, known, progress), find_longest_row(units))
         progress.finish("merge")
         yield fillings, [outcome for found in outcomes for outcome in found]
 
 
-def work_on(
-    manner: Manner, known: Mapping[TensorEntry, Survival | None], progress: Progress
-) -> Callable[[Lane, Job | Filling], list[Outcome]]:
+def make_file_worker(
+    manner: RoundingOptions, known: Mapping[TensorEntry, DeltaSurvival | None], progress: Progress
+) -> Callable[[CopyWorker, TensorJob | PendingFile], list[TensorOutcome]]:
     """What a lane does with one piece of work."""
 
-    def work(lane: Lane, unit: Job | Filling) -> list[Outcome]:
-        if isinstance(unit, Filling):
+    def work(lane: CopyWorker, unit: TensorJob | PendingFile) -> list[TensorOutcome]:
+        if isinstance(unit, PendingFile):
             source = unit.file.copy_of
-            outcomes = [] if source is None else copy_file(lane, source, unit.place, unit.file.tensors)
+            outcomes = [] if source is None else copy_and_check_file(lane, source, unit.place, unit.file.tensors)
             progress.advance("merge", unit.file.size)
             return outcomes
-        outcome = copy_or_merge(lane, unit, manner, known.get(unit.source))
+        outcome = copy_or_merge_tensor(lane, unit, manner, known.get(unit.source))
         progress.advance("merge", unit.dtype.itemsize * torch.Size(unit.shape).numel())
         return [outcome]
 
     return work
 
 
-def longest_row(units: Sequence[Job | Filling]) -> int:
+def find_longest_row(units: Sequence[TensorJob | PendingFile]) -> int:
     """The most elements that a block must hold: a row is never divided."""
-    from finitune.merging.recipe import matrix_shape
+    from finitune.merging.row_mergers import to_matrix_shape
 
-    shapes = [matrix_shape(unit.shape) for unit in units if isinstance(unit, Job) and not unit.is_copy]
+    shapes = [to_matrix_shape(unit.shape) for unit in units if isinstance(unit, TensorJob) and not unit.is_copy]
     return max((columns for _, columns in shapes), default=1)

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from finitune.errors import ModelError
 from finitune.files.tensorfile import TensorFile
-from finitune.merging.bases import Base, Key, own_model
+from finitune.merging.base_model import BaseTensorKey, MergeBase, build_unknown_model
 from finitune.models import ModelSpec
-from finitune.namings.core import Landing
-from finitune.namings.resolve import Parameter, Resolver
+from finitune.namings.core import SiteTarget
+from finitune.namings.resolve import ModuleParameter, Resolver
 
-Shapes = Mapping[str, tuple[int, ...]]
+_Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointTensorSource:
     """Where a tensor lies: the file, its key there, and which part of it; `inputs` of the weight where it is fused.
 
     `folder` is the component whose folder the file lies in, '' for a file of its own.
@@ -31,10 +31,10 @@ class Source:
 
     file: TensorFile
     key: str
-    landing: Landing | None = None
+    landing: SiteTarget | None = None
     part: int = 0
     inputs: int = 0
-    parameter: Parameter | None = None
+    parameter: ModuleParameter | None = None
     folder: str = ""
 
     @property
@@ -56,13 +56,13 @@ class Source:
 
 
 @dataclass
-class Checkpoint:
+class PairableCheckpoint:
     """The tensors of one or several files by name; holds the last one read, for the parts that follow.
 
     `doubled` are the keys of tensors whose name another one had before.
     """
 
-    sources: dict[str, Source]
+    sources: dict[str, CheckpointTensorSource]
     doubled: list[str]
     last: tuple[str, Tensor] | None = field(default=None, repr=False)
 
@@ -73,10 +73,10 @@ class Checkpoint:
         if self.last is None or self.last[0] != place:
             self.last = None  # before the next one is read: one at a time
             self.last = place, source.file.read(source.key)
-        return part_of(self.last[1], source)
+        return select_source_part(self.last[1], source)
 
 
-def part_of(tensor: Tensor, source: Source) -> Tensor:
+def select_source_part(tensor: Tensor, source: CheckpointTensorSource) -> Tensor:
     """The part of a checkpoint's tensor that a source is."""
     landing = source.landing
     if landing is None:
@@ -87,10 +87,10 @@ def part_of(tensor: Tensor, source: Source) -> Tensor:
         tensor = torch.cat(tensor.chunk(2)[::-1])
     if len(landing.sites) == 1:
         return tensor
-    return tensor.split(row_counts(landing, len(tensor), source.inputs))[source.part]
+    return tensor.split(count_rows_by_site(landing, len(tensor), source.inputs))[source.part]
 
 
-def row_counts(landing: Landing, rows: int, inputs: int) -> list[int]:
+def count_rows_by_site(landing: SiteTarget, rows: int, inputs: int) -> list[int]:
     """How many of the rows of a tensor each of its sites has; `inputs` are those of the weight.
 
     Raises ModelError where they do not come out.
@@ -110,59 +110,61 @@ def row_counts(landing: Landing, rows: int, inputs: int) -> list[int]:
     )
 
 
-def open_checkpoint(base: Base) -> Checkpoint:
+def open_pairable_checkpoint(base: MergeBase) -> PairableCheckpoint:
     """The tensors of a model by the names that its resolver finds; of two that claim one name, the first."""
-    sources: dict[str, Source] = {}
+    sources: dict[str, CheckpointTensorSource] = {}
     doubled: list[str] = []
-    for source in sources_of(base):
+    for source in iterate_tensor_sources(base):
         if sources.setdefault(source.name, source) is not source:
             doubled.append(source.key)
-    return Checkpoint(sources, doubled)
+    return PairableCheckpoint(sources, doubled)
 
 
-def sources_of(base: Base) -> Iterator[Source]:
+def iterate_tensor_sources(base: MergeBase) -> Iterator[CheckpointTensorSource]:
     """What each tensor of a model is."""
-    found = base.landings()
-    widths = widths_of(base, found)
+    found = base.find_all_targets()
+    widths = map_module_inputs(base, found)
     for key in base:
         file = base.files[key.file]
         if key not in found:
-            yield Source(file, key.name, folder=key.file)
+            yield CheckpointTensorSource(file, key.name, folder=key.file)
             continue
         landing, parameter = found[key]
-        inputs = widths.get(module_of(landing), 0)
+        inputs = widths.get(identify_fused_module(landing), 0)
         for part in range(len(landing.sites)):
-            yield Source(file, key.name, landing, part, inputs, parameter, key.file)
+            yield CheckpointTensorSource(file, key.name, landing, part, inputs, parameter, key.file)
 
 
-def widths_of(base: Base, found: Mapping[Key, tuple[Landing, Parameter]]) -> dict[tuple[str, ...], int]:
+def map_module_inputs(
+    base: MergeBase, found: Mapping[BaseTensorKey, tuple[SiteTarget, ModuleParameter]]
+) -> dict[tuple[str, ...], int]:
     """{module: inputs of its weight}: a fused bias is divided by these too, and has none itself."""
     return {
-        module_of(landing): base.shape(key)[0 if landing.transposed else 1]
+        identify_fused_module(landing): base.shape(key)[0 if landing.transposed else 1]
         for key, (landing, parameter) in found.items()
         if parameter == "weight" and len(base.shape(key)) > 1
     }
 
 
-def module_of(landing: Landing) -> tuple[str, ...]:
+def identify_fused_module(landing: SiteTarget) -> tuple[str, ...]:
     """A module of a checkpoint, by its component and sites."""
     return landing.component, *landing.sites
 
 
-def weight_shapes(base: Base) -> dict[str, tuple[int, ...]]:
+def read_weight_shapes(base: MergeBase) -> dict[str, tuple[int, ...]]:
     """The shape of every weight of a model by component and module, parts of fused ones apart; reads headers alone."""
     return {
-        source.site: tuple(part_of(torch.empty(source.file.shapes[source.key], device="meta"), source).shape)
-        for source in sources_of(base)
+        source.site: tuple(select_source_part(torch.empty(source.file.shapes[source.key], device="meta"), source).shape)
+        for source in iterate_tensor_sources(base)
         if source.parameter == "weight"
     }
 
 
-def model_of(base: Base) -> ModelSpec:
+def find_model_spec(base: MergeBase) -> ModelSpec:
     """The family of a model; for one that no table knows, the modules that its own tensors name."""
-    return base.family or own_model(base)
+    return base.family or build_unknown_model(base)
 
 
-def as_family(base: Base, family: ModelSpec) -> Base:
+def assign_family(base: MergeBase, family: ModelSpec) -> MergeBase:
     """The same model, its tensors taken for those of `family`."""
     return base if family is base.family else replace(base, family=family, resolver=Resolver.of_model(family))

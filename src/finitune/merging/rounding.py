@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from finitune.errors import UsageError, did_you_mean
-from finitune.numerics.narrow import Scratch, round_carrying, round_once_into, round_randomly
+from finitune.errors import UsageError, suggest_nearest_name
+from finitune.numerics.narrow import RoundingScratch, round_carrying, round_once_into, round_randomly
 
 
-class Rounder(Protocol):
+class RowRounder(Protocol):
     """Rounds the rows of one tensor, from top to bottom."""
 
     def __call__(self, wide: Tensor, narrow: Tensor) -> Tensor:
@@ -20,10 +20,10 @@ class Rounder(Protocol):
         ...
 
 
-class Nearest:
+class NearestRounder:
     """To nearest, half to even: the best for every single number."""
 
-    def __init__(self, scratch: Scratch, key: str, seed: int):
+    def __init__(self, scratch: RoundingScratch, key: str, seed: int):
         self.scratch = scratch
 
     def __call__(self, wide: Tensor, narrow: Tensor) -> Tensor:
@@ -31,10 +31,10 @@ class Nearest:
         return round_once_into(wide.view(-1), narrow.view(-1), self.scratch)
 
 
-class Stochastic:
+class StochasticRounder:
     """To either neighbour at random: what is too small to survive survives on average. Seeded by the tensor's key."""
 
-    def __init__(self, scratch: Scratch, key: str, seed: int):
+    def __init__(self, scratch: RoundingScratch, key: str, seed: int):
         digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
         self.generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -44,10 +44,10 @@ class Stochastic:
         return wide.view(-1)
 
 
-class Compensated:
+class CompensatedRounder:
     """To nearest, with the error of each element carried to the next of its row: sums along a row survive."""
 
-    def __init__(self, scratch: Scratch, key: str, seed: int):
+    def __init__(self, scratch: RoundingScratch, key: str, seed: int):
         pass
 
     def __call__(self, wide: Tensor, narrow: Tensor) -> Tensor:
@@ -56,20 +56,20 @@ class Compensated:
         return wide.view(-1)
 
 
-ROUNDINGS: dict[str, type[Nearest] | type[Stochastic] | type[Compensated]] = {
-    "nearest": Nearest,
-    "stochastic": Stochastic,
-    "compensated": Compensated,
+ROUNDER_BY_NAME: dict[str, type[NearestRounder] | type[StochasticRounder] | type[CompensatedRounder]] = {
+    "nearest": NearestRounder,
+    "stochastic": StochasticRounder,
+    "compensated": CompensatedRounder,
 }
 
 
-def rounding_of(name: str) -> type[Nearest] | type[Stochastic] | type[Compensated]:
+def find_rounder_class(name: str) -> type[NearestRounder] | type[StochasticRounder] | type[CompensatedRounder]:
     """The rounding of a name; raises UsageError for one that we do not have."""
-    if name in ROUNDINGS:
-        return ROUNDINGS[name]
+    if name in ROUNDER_BY_NAME:
+        return ROUNDER_BY_NAME[name]
     raise UsageError(
-        f"--rounding {name}: there is no such rounding.{did_you_mean(name, ROUNDINGS)}",
+        f"--rounding {name}: there is no such rounding.{suggest_nearest_name(name, ROUNDER_BY_NAME)}",
         code="MERGE-ROUNDING",
         subject="--rounding",
-        remedy=f"It is one of {', '.join(ROUNDINGS)}.",
+        remedy=f"It is one of {', '.join(ROUNDER_BY_NAME)}.",
     )

@@ -18,27 +18,27 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor
 
-from finitune.files.sniff import unreadable
-from finitune.files.tensorfile import TensorEntry, truncated
-from finitune.numerics.narrow import Scratch
+from finitune.files.sniff import make_unreadable_file_error
+from finitune.files.tensorfile import TensorEntry, make_truncated_file_error
+from finitune.numerics.narrow import RoundingScratch
 
-BLOCK = 2**18
+COPY_BLOCK_ELEMENTS = 2**18
 """Elements in work at a time: 2 MB in fp64. Smaller ones cost calls, larger ones leave the cache."""
 
-MOST_LANES = 8
-FLUSH_SECONDS = 0.25
+_MAX_COPY_WORKERS = 8
+_FLUSH_INTERVAL_SECONDS = 0.25
 
-T = TypeVar("T")
-R = TypeVar("R")
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
-class Lane:
+class CopyWorker:
     """One thread's buffers and open files. `block` is the most elements that it holds."""
 
     def __init__(self, block: int, heavy: threading.Lock, stop: threading.Event):
         self.block = block
         self.wide = torch.empty(block, dtype=torch.float64)
-        self.scratch = Scratch(block)
+        self.scratch = RoundingScratch(block)
         self.coming = torch.empty(8 * block, dtype=torch.uint8)
         self.going = torch.empty(8 * block, dtype=torch.uint8)
         self.heavy = heavy
@@ -56,25 +56,25 @@ class Lane:
     def read_bytes(self, path: Path, begin: int, into: Tensor) -> None:
         """Fill a byte tensor from a place in a file; raises FileError where the file ends before."""
         file = self.open(path, "rb")
-        view = memoryview(numpy_of(into))
+        view = memoryview(to_numpy_view(into))
         try:
             file.seek(begin)
             got = 0
             while got < len(view):
                 count: Any = file.readinto(view[got:])  # type: ignore[attr-defined]
                 if not count:
-                    raise truncated(path, begin + got, begin + len(view))
+                    raise make_truncated_file_error(path, begin + got, begin + len(view))
                 got += count
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise make_unreadable_file_error(path, error) from error
 
-    def space(self, dtype: torch.dtype, count: int) -> Tensor:
+    def get_output_buffer(self, dtype: torch.dtype, count: int) -> Tensor:
         """Room for what is to be written: `count` elements of `dtype`."""
         return self.going[: count * dtype.itemsize].view(dtype)
 
     def write(self, path: Path, begin: int, tensor: Tensor) -> None:
         """Write a tensor's bytes to a place in a file that is there already."""
-        view = memoryview(numpy_of(tensor.view(-1).view(torch.uint8)))
+        view = memoryview(to_numpy_view(tensor.view(-1).view(torch.uint8)))
         file = self.open(path, "r+b")
         file.seek(begin)
         done = 0
@@ -95,12 +95,12 @@ class Lane:
             self.write(target, at + done, part)
             yield done, part
 
-    def copy_tensor(self, entry: TensorEntry, target: Path, at: int) -> Holes:
+    def copy_tensor(self, entry: TensorEntry, target: Path, at: int) -> NonfiniteCount:
         """Copy a tensor's bytes, looking at each part while it lies in the processor's cache."""
-        dtype, holes = entry.torch_dtype, Holes()
+        dtype, holes = entry.torch_dtype, NonfiniteCount()
         for done, part in self.copied(entry.path, entry.begin, target, at, entry.size_bytes):
-            if dtype.is_floating_point and not is_finite(part.view(dtype)):
-                holes.look(part.view(dtype).double(), done // dtype.itemsize)
+            if dtype.is_floating_point and not is_tensor_finite(part.view(dtype)):
+                holes.count_in(part.view(dtype).double(), done // dtype.itemsize)
         return holes
 
     def open(self, path: Path, mode: str) -> BinaryIO:
@@ -112,7 +112,7 @@ class Lane:
     def check(self) -> None:
         """Raise Stopped where another lane has failed, or the user has had enough."""
         if self.stop.is_set():
-            raise Stopped
+            raise WorkerStopped
 
     def close(self) -> None:
         """Close all files."""
@@ -122,13 +122,13 @@ class Lane:
 
 
 @dataclass
-class Holes:
+class NonfiniteCount:
     """The elements of a tensor that are not finite: how many, and the flat index of the first, if any."""
 
     count: int = 0
     first: int | None = None
 
-    def look(self, wide: Tensor, begin: int) -> None:
+    def count_in(self, wide: Tensor, begin: int) -> None:
         """Take in some elements in fp64 or fp32, whose first has the flat index `begin`; the parts come in order."""
         bad = ~wide.reshape(-1).isfinite()
         count = int(bad.sum())
@@ -137,7 +137,7 @@ class Holes:
         self.count += count
 
 
-def is_finite(values: Tensor) -> bool:
+def is_tensor_finite(values: Tensor) -> bool:
     """Whether all elements of a contiguous floating tensor are finite, by their bits.
 
     Of bits without sign, infinities and NaNs are those beyond the largest number. So the largest integer tells for
@@ -145,43 +145,43 @@ def is_finite(values: Tensor) -> bool:
     at the speed of the cache, which no torch function reaches for half precision.
     """
     width = f"{values.dtype.itemsize}"
-    bits = numpy_of(values.view(-1).view(torch.uint8))
+    bits = to_numpy_view(values.view(-1).view(torch.uint8))
     largest = torch.tensor([torch.finfo(values.dtype).max], dtype=values.dtype).view(torch.uint8)
-    limit = int(numpy_of(largest).view(f"u{width}")[0])
+    limit = int(to_numpy_view(largest).view(f"u{width}")[0])
     sign = 1 << (8 * values.dtype.itemsize - 1)
     return not bits.size or bool(bits.view(f"i{width}").max() <= limit and bits.view(f"u{width}").max() <= limit + sign)
 
 
-class Stopped(Exception):
+class WorkerStopped(Exception):
     """Work ended because other work failed."""
 
 
-def numpy_of(tensor: Tensor) -> Any:
+def to_numpy_view(tensor: Tensor) -> Any:
     """The tensor's memory as numpy sees it."""
     return tensor.numpy()
 
 
-def lanes_wanted() -> int:
+def count_copy_workers() -> int:
     """As many as there are processors for this process, up to MOST_LANES."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(MOST_LANES, allowed))
+    return max(1, min(_MAX_COPY_WORKERS, allowed))
 
 
-def in_lanes(
-    items: Sequence[T], work: Callable[[Lane, T], R], longest_row: int = 1, lanes: int | None = None
-) -> list[R]:
+def run_in_copy_workers(
+    items: Sequence[_T], work: Callable[[CopyWorker, _T], _R], longest_row: int = 1, lanes: int | None = None
+) -> list[_R]:
     """work(lane, item) for all items, on several threads; results in the order of the items.
 
     torch's own threads rest meanwhile. The first failure stops the others and is raised; so does an interruption.
     """
-    results: list[R | None] = [None] * len(items)
+    results: list[_R | None] = [None] * len(items)
     failures: list[BaseException] = []
     heavy, lock, stop = threading.Lock(), threading.Lock(), threading.Event()
     numbers = iter(range(len(items)))
 
     def run() -> None:
         torch.set_num_threads(1)
-        lane = Lane(max(BLOCK, longest_row), heavy, stop)
+        lane = CopyWorker(max(COPY_BLOCK_ELEMENTS, longest_row), heavy, stop)
         try:
             while not stop.is_set():
                 with lock:
@@ -190,14 +190,14 @@ def in_lanes(
                     return
                 results[number] = work(lane, items[number])
         except BaseException as error:
-            if not isinstance(error, Stopped):
+            if not isinstance(error, WorkerStopped):
                 failures.append(error)
             stop.set()
         finally:
             lane.close()
 
-    with torch_threads_kept():
-        threads = [threading.Thread(target=run) for _ in range(max(1, min(len(items), lanes or lanes_wanted())))]
+    with keep_torch_threads():
+        threads = [threading.Thread(target=run) for _ in range(max(1, min(len(items), lanes or count_copy_workers())))]
         try:
             for thread in threads:
                 thread.start()
@@ -215,14 +215,14 @@ def in_lanes(
 
 
 @contextmanager
-def flushed_meanwhile(paths: Sequence[Path]) -> Iterator[None]:
+def flush_periodically(paths: Sequence[Path]) -> Iterator[None]:
     """Let the disk begin to write while files are being filled, so that the last flush has little left to wait for."""
     done = threading.Event()
 
     def flush_often() -> None:
         with ExitStack() as stack:
             files = [stack.enter_context(path.open("r+b", buffering=0)) for path in paths]
-            while not done.wait(FLUSH_SECONDS):
+            while not done.wait(_FLUSH_INTERVAL_SECONDS):
                 for file in files:
                     with suppress(OSError):  # the flush at the end is the one that counts
                         os.fsync(file.fileno())
@@ -237,7 +237,7 @@ def flushed_meanwhile(paths: Sequence[Path]) -> Iterator[None]:
 
 
 @contextmanager
-def torch_threads_kept(wanted: int | None = None) -> Iterator[None]:
+def keep_torch_threads(wanted: int | None = None) -> Iterator[None]:
     """Give torch its number of threads back at the end; meanwhile it has the `wanted` number."""
     number = torch.get_num_threads()
     if wanted is not None:
@@ -248,7 +248,7 @@ def torch_threads_kept(wanted: int | None = None) -> Iterator[None]:
         torch.set_num_threads(number)
 
 
-def reserve(path: Path, size: int) -> None:
+def reserve_file_space(path: Path, size: int) -> None:
     """Make a file of `size` bytes whose space is taken from the disk at once, where the system can do that.
 
     A full disk is then found before any work is done, and blocks written from several threads lie in order. Raises
@@ -261,16 +261,16 @@ def reserve(path: Path, size: int) -> None:
             file.truncate(size)
 
 
-def read_whole(entry: TensorEntry) -> Tensor:
+def read_whole_tensor(entry: TensorEntry) -> Tensor:
     """One whole tensor in fp64, in its own shape; raises FileError where the file has shrunk."""
     raw = torch.empty(entry.size_bytes, dtype=torch.uint8)
     with ExitStack() as stack:
         file = stack.enter_context(entry.path.open("rb", buffering=0))
         file.seek(entry.begin)
-        view, got = memoryview(numpy_of(raw)), 0
+        view, got = memoryview(to_numpy_view(raw)), 0
         while got < len(view):
             count: Any = file.readinto(view[got:])  # type: ignore[attr-defined]
             if not count:
-                raise truncated(entry.path, entry.begin + got, entry.begin + len(view))
+                raise make_truncated_file_error(entry.path, entry.begin + got, entry.begin + len(view))
             got += count
     return raw.view(entry.torch_dtype).double().reshape(entry.shape)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from finitune.report import Level, Report
 
-SAMPLE = 2**15
+MAX_SURVIVAL_SAMPLE = 2**15
 """At most this many elements of a tensor are looked at: all of a smaller one, else whole rows at equal distances."""
 
 
 @dataclass(frozen=True)
-class Survival:
+class DeltaSurvival:
     """Of the sampled elements: how many they are, were moved, are subnormal; and the share of the change kept."""
 
     sampled: int
@@ -37,14 +37,14 @@ class Survival:
         return self.changed / max(1, self.sampled)
 
 
-def sampled_rows(rows: int, columns: int) -> slice:
+def choose_sampled_rows(rows: int, columns: int) -> slice:
     """Rows at equal distances that hold at most SAMPLE elements together; one row at least, all where they fit."""
-    most = max(1, SAMPLE // max(1, columns))
+    most = max(1, MAX_SURVIVAL_SAMPLE // max(1, columns))
     step = max(1, math.ceil(rows / most))
     return slice((step - 1) // 2, rows, step)
 
 
-def survival(before: Tensor, after: Tensor, rounded: Tensor) -> Survival:
+def compute_delta_survival(before: Tensor, after: Tensor, rounded: Tensor) -> DeltaSurvival:
     """The survival of a change from fp64 `before` to fp64 `after`, stored as `rounded`; 1 where nothing changes."""
     stored = rounded.double()
     small = stored.abs() < torch.finfo(rounded.dtype).tiny
@@ -56,10 +56,10 @@ def survival(before: Tensor, after: Tensor, rounded: Tensor) -> Survival:
     wanted = float(torch.dot(change, change))
     kept = float(torch.dot(moved, change)) / wanted if wanted else 1.0
     error = float((moved - change).norm()) / math.sqrt(wanted) if wanted else 0.0
-    return Survival(before.numel(), int(moved.count_nonzero()), subnormal, kept, error)
+    return DeltaSurvival(before.numel(), int(moved.count_nonzero()), subnormal, kept, error)
 
 
-def report_survival(report: Report, found: Mapping[str, Survival], least: float, remedy: str) -> None:
+def report_delta_survival(report: Report, found: Mapping[str, DeltaSurvival], least: float, remedy: str) -> None:
     """The figures over all adapted tensors, and a warning that names the worst where less than `least` (0 to 1) is
     left of a change."""
     kept = {key: one.kept for key, one in found.items()}

@@ -13,19 +13,26 @@ from torch import Tensor
 
 from finitune.errors import NumericsError
 from finitune.files.tensorfile import TensorEntry
-from finitune.merging.recipe import Change, Recipe, Same, as_matrix, matrix_shape, recipe_for
-from finitune.merging.rounding import Rounder
-from finitune.merging.scaled import Scale, requantised
-from finitune.merging.stream import Holes, Lane, read_whole
-from finitune.merging.survival import Survival, sampled_rows, survival
-from finitune.numerics.narrow import WIDE, Scratch, overflow_at, round_once
+from finitune.merging.fp8_scales import TensorScale, requantise_to_fp8
+from finitune.merging.rounding import RowRounder
+from finitune.merging.row_mergers import (
+    IdentityMerger,
+    RowMerger,
+    TensorChange,
+    choose_row_merger,
+    to_matrix,
+    to_matrix_shape,
+)
+from finitune.merging.stream import CopyWorker, NonfiniteCount, read_whole_tensor
+from finitune.merging.survival import DeltaSurvival, choose_sampled_rows, compute_delta_survival
+from finitune.numerics.narrow import WIDE_DTYPES, RoundingScratch, compute_overflow_threshold, round_once
 
-SAFE = 1e18
+_MAX_SQUARABLE_FP32 = 1e18
 """A magnitude whose square fp32 holds."""
 
 
 @dataclass(frozen=True)
-class Job:
+class TensorJob:
     """One tensor of the output: where it comes from, what becomes of it, in which dtype, and where its bytes go.
 
     `key` names it for people and seeds its rounding, `name` is its name in the file. `scale` where the base holds codes
@@ -38,8 +45,8 @@ class Job:
     path: Path
     at: int
     dtype: torch.dtype
-    change: Change | None = None
-    scale: Scale | None = None
+    change: TensorChange | None = None
+    scale: TensorScale | None = None
     scale_at: int | None = None
 
     @property
@@ -53,14 +60,14 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TensorOutcome:
     """What happened to one tensor: its survival where it was adapted, and what was not finite in it before.
 
     `copied` and `watched` are the bytes that were copied as they are, and those of them that were looked at.
     """
 
     key: str
-    survival: Survival | None = None
+    survival: DeltaSurvival | None = None
     nonfinite: int = 0
     place: tuple[int, ...] = ()
     """The index of the first element that was not finite."""
@@ -69,24 +76,26 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Manner:
+class RoundingOptions:
     """How all tensors are rounded, by which class of `rounding`, and from which seed."""
 
     rounding: type
     seed: int = 0
 
-    def rounder(self, key: str, scratch: Scratch) -> Rounder:
+    def rounder(self, key: str, scratch: RoundingScratch) -> RowRounder:
         """The rounding of one tensor, at its first row."""
         return self.rounding(scratch, key, self.seed)
 
 
-def copy_or_merge(lane: Lane, job: Job, manner: Manner, known: Survival | None = None) -> Outcome:
+def copy_or_merge_tensor(
+    lane: CopyWorker, job: TensorJob, manner: RoundingOptions, known: DeltaSurvival | None = None
+) -> TensorOutcome:
     """Write one tensor; raises NumericsError (MERGE-OVERFLOW) where the new format cannot hold it.
 
     `known` is its survival where that was found before.
     """
     if job.is_copy:
-        copied = copy_watched(lane, job.key, job.source, job.path, job.at)
+        copied = copy_and_check_tensor(lane, job.key, job.source, job.path, job.at)
         if job.scale is None or job.scale_at is None:
             return copied
         holes = lane.copy_tensor(job.scale.entry, job.path, job.scale_at)
@@ -95,64 +104,68 @@ def copy_or_merge(lane: Lane, job: Job, manner: Manner, known: Survival | None =
 
         def whole() -> Tensor:
             stack.enter_context(lane.heavy)
-            return read_whole(job.source)
+            return read_whole_tensor(job.source)
 
         if job.scale:
-            return merge_scaled(lane, job, whole(), manner)
-        recipe = recipe_for(job.change, whole) if job.change else Same()
+            return merge_scaled_tensor(lane, job, whole(), manner)
+        recipe = choose_row_merger(job.change, whole) if job.change else IdentityMerger()
         if known is None and job.change:
-            known = survey_rows(lane, job, recipe, manner)
-        holes = merge_rows(lane, job, recipe, manner.rounder(job.key, lane.scratch))
-        return Outcome(job.key, known, holes.count, place_in(job.shape, holes))
+            known = survey_sampled_rows(lane, job, recipe, manner)
+        holes = merge_tensor_rows(lane, job, recipe, manner.rounder(job.key, lane.scratch))
+        return TensorOutcome(job.key, known, holes.count, find_first_nonfinite_index(job.shape, holes))
 
 
-def copy_watched(lane: Lane, key: str, source: TensorEntry, path: Path, at: int) -> Outcome:
+def copy_and_check_tensor(lane: CopyWorker, key: str, source: TensorEntry, path: Path, at: int) -> TensorOutcome:
     """Copy one tensor as it is, and look whether it is finite; no integer is anything else."""
     holes = lane.copy_tensor(source, path, at)
     watched = source.size_bytes if source.torch_dtype.is_floating_point else 0
-    return Outcome(key, None, holes.count, place_in(source.shape, holes), source.size_bytes, watched)
+    return TensorOutcome(
+        key, None, holes.count, find_first_nonfinite_index(source.shape, holes), source.size_bytes, watched
+    )
 
 
-def copy_file(lane: Lane, source: Path, path: Path, tensors: Mapping[str, TensorEntry]) -> list[Outcome]:
+def copy_and_check_file(
+    lane: CopyWorker, source: Path, path: Path, tensors: Mapping[str, TensorEntry]
+) -> list[TensorOutcome]:
     """Copy a whole file as it is, and look at the `tensors` in it, {key: where it lies}."""
-    outcomes: list[Outcome] = []
+    outcomes: list[TensorOutcome] = []
     done = 0
     for key, entry in sorted(tensors.items(), key=lambda item: item[1].begin):
         lane.copy(source, done, path, done, entry.begin - done)
-        outcomes.append(copy_watched(lane, key, entry, path, entry.begin))
+        outcomes.append(copy_and_check_tensor(lane, key, entry, path, entry.begin))
         done = entry.begin + entry.size_bytes
     lane.copy(source, done, path, done, source.stat().st_size - done)
     return outcomes
 
 
-def place_in(shape: tuple[int, ...], holes: Holes) -> tuple[int, ...]:
+def find_first_nonfinite_index(shape: tuple[int, ...], holes: NonfiniteCount) -> tuple[int, ...]:
     """The index of the first element that is not finite; empty where all are, and for a single number."""
     return () if holes.first is None else tuple(int(i) for i in np.unravel_index(holes.first, shape))
 
 
-def merge_rows(lane: Lane, job: Job, recipe: Recipe, rounder: Rounder) -> Holes:
+def merge_tensor_rows(lane: CopyWorker, job: TensorJob, recipe: RowMerger, rounder: RowRounder) -> NonfiniteCount:
     """Block after block of rows; returns what was not finite in the base itself."""
-    rows, columns = matrix_shape(job.shape)
+    rows, columns = to_matrix_shape(job.shape)
     at_a_time = max(1, lane.block // max(1, columns))
-    holes = Holes()
+    holes = NonfiniteCount()
     for begin in range(0, rows, at_a_time):
         lane.check()
         end = min(rows, begin + at_a_time)
-        wide = base_rows(lane, job, slice(begin, end))
+        wide = read_base_rows(lane, job, slice(begin, end))
         recipe.apply(wide, slice(begin, end))
-        narrow = lane.space(job.dtype, wide.numel()).view(wide.shape)
-        finite = demand_range(job.key, wide, narrow, rounder(wide, narrow))
+        narrow = lane.get_output_buffer(job.dtype, wide.numel()).view(wide.shape)
+        finite = require_dtype_range(job.key, wide, narrow, rounder(wide, narrow))
         lane.write(job.path, job.at + begin * columns * job.dtype.itemsize, narrow)
         if not finite:  # one bad element can spoil its whole row: the base's own are told
             same = job.shape == job.source.shape
             base = lane.read(job.source, begin * columns, wide.numel()) if same else wide
-            holes.look(base.double(), begin * columns)
+            holes.count_in(base.double(), begin * columns)
     return holes
 
 
-def base_rows(lane: Lane, job: Job, rows: slice) -> Tensor:
+def read_base_rows(lane: CopyWorker, job: TensorJob, rows: slice) -> Tensor:
     """Some rows of the base in fp64, in the lane's memory; not filled where the new tensor has another shape."""
-    _, columns = matrix_shape(job.shape)
+    _, columns = to_matrix_shape(job.shape)
     numbers = range(rows.start, rows.stop, rows.step or 1)
     wide = lane.wide[: len(numbers) * columns].view(len(numbers), columns)
     if job.shape != job.source.shape:
@@ -165,20 +178,20 @@ def base_rows(lane: Lane, job: Job, rows: slice) -> Tensor:
     return wide
 
 
-def survey_rows(lane: Lane, job: Job, recipe: Recipe, manner: Manner) -> Survival:
+def survey_sampled_rows(lane: CopyWorker, job: TensorJob, recipe: RowMerger, manner: RoundingOptions) -> DeltaSurvival:
     """The survival on the sampled rows, rounded as the tensor will be."""
     if job.shape != job.source.shape:
-        return Survival(0, 0, 0, 1.0)
-    rows = sampled_rows(*matrix_shape(job.shape))
-    wide = base_rows(lane, job, rows)
+        return DeltaSurvival(0, 0, 0, 1.0)
+    rows = choose_sampled_rows(*to_matrix_shape(job.shape))
+    wide = read_base_rows(lane, job, rows)
     before = wide.clone()
     recipe.apply(wide, rows)
-    narrow = lane.space(job.dtype, wide.numel()).view(wide.shape)
+    narrow = lane.get_output_buffer(job.dtype, wide.numel()).view(wide.shape)
     manner.rounder(f"{job.key}\0survey", lane.scratch)(wide, narrow)
-    return survival(before, wide, narrow)
+    return compute_delta_survival(before, wide, narrow)
 
 
-def survey(lane: Lane, job: Job, manner: Manner) -> Survival | None:
+def survey_tensor(lane: CopyWorker, job: TensorJob, manner: RoundingOptions) -> DeltaSurvival | None:
     """The survival of one tensor, without writing anything; None where nothing changes."""
     if job.change is None:
         return None
@@ -186,30 +199,33 @@ def survey(lane: Lane, job: Job, manner: Manner) -> Survival | None:
 
         def whole() -> Tensor:
             stack.enter_context(lane.heavy)
-            return read_whole(job.source)
+            return read_whole_tensor(job.source)
 
         if job.scale:
-            return scaled_values(lane, job, whole(), manner).survival
-        return survey_rows(lane, job, recipe_for(job.change, whole), manner)
+            return merge_scaled_values(lane, job, whole(), manner).survival
+        return survey_sampled_rows(lane, job, choose_row_merger(job.change, whole), manner)
 
 
-def demand_range(key: str, wide: Tensor, narrow: Tensor, flat: Tensor) -> bool:
+def require_dtype_range(key: str, wide: Tensor, narrow: Tensor, flat: Tensor) -> bool:
     """Whether all elements were finite already; raises NumericsError where finite ones became otherwise by rounding.
 
     The sum of squares of `flat`, fp64 `wide` or its fp32 form, bounds every element. It costs a fraction of looking at
     each, which is done only where the sum is large.
     """
-    limit = min(overflow_at(narrow.dtype) if narrow.dtype not in WIDE else SAFE, SAFE)
+    limit = min(
+        compute_overflow_threshold(narrow.dtype) if narrow.dtype not in WIDE_DTYPES else _MAX_SQUARABLE_FP32,
+        _MAX_SQUARABLE_FP32,
+    )
     if float(torch.dot(flat, flat)) < limit * limit:
         return True
     over = int((wide.isfinite() & ~narrow.double().isfinite()).sum())
     if over:
         largest = float(torch.where(wide.isfinite(), wide, 0.0).abs().max())
-        raise overflowed(key, narrow.dtype, over, largest)
+        raise build_overflow_error(key, narrow.dtype, over, largest)
     return bool(wide.isfinite().all())
 
 
-def overflowed(key: str, dtype: torch.dtype, count: int, largest: float) -> NumericsError:
+def build_overflow_error(key: str, dtype: torch.dtype, count: int, largest: float) -> NumericsError:
     """The error for numbers that the format of the output cannot hold."""
     name = str(dtype).removeprefix("torch.")
     return NumericsError(
@@ -222,48 +238,50 @@ def overflowed(key: str, dtype: torch.dtype, count: int, largest: float) -> Nume
 
 
 @dataclass(frozen=True)
-class Scaled:
+class RequantisedTensor:
     """A tensor as codes (rows, columns) with a scale; its survival, and what was not finite in the base."""
 
     codes: Tensor
     scale: float
-    survival: Survival | None
-    holes: Holes
+    survival: DeltaSurvival | None
+    holes: NonfiniteCount
 
 
-def scaled_values(lane: Lane, job: Job, codes: Tensor, manner: Manner) -> Scaled:
+def merge_scaled_values(lane: CopyWorker, job: TensorJob, codes: Tensor, manner: RoundingOptions) -> RequantisedTensor:
     """A tensor that the base holds as codes with a scale, changed and rounded; what is not finite stays so."""
     assert job.scale is not None
     scale = job.scale.value()
     base = codes * scale
-    recipe = recipe_for(job.change, base.clone) if job.change else Same()
-    before, rows = as_matrix(base), matrix_shape(job.shape)[0]
-    after = torch.empty(matrix_shape(job.shape), dtype=torch.float64)
+    recipe = choose_row_merger(job.change, base.clone) if job.change else IdentityMerger()
+    before, rows = to_matrix(base), to_matrix_shape(job.shape)[0]
+    after = torch.empty(to_matrix_shape(job.shape), dtype=torch.float64)
     if after.shape == before.shape:
         after.copy_(before)
     recipe.apply(after, slice(0, rows))
-    holes = Holes()
-    holes.look(base, 0)
-    rounder = manner.rounder(job.key, Scratch(after.numel()))
+    holes = NonfiniteCount()
+    holes.count_in(base, 0)
+    rounder = manner.rounder(job.key, RoundingScratch(after.numel()))
     if job.scale_at is not None:
-        narrow, scale = requantised(after.where(after.isfinite(), 0.0), job.scale, rounder, job.dtype)
+        narrow, scale = requantise_to_fp8(after.where(after.isfinite(), 0.0), job.scale, rounder, job.dtype)
         if holes.count:  # they are left out of what makes the scale
             lost = ~after.isfinite()
             narrow.view(torch.uint8)[lost] = round_once(after[lost], job.dtype).view(torch.uint8)
     else:
         narrow, scale = torch.empty(after.shape, dtype=job.dtype), 1.0
-        demand_range(job.key, after, narrow, rounder(after, narrow))
+        require_dtype_range(job.key, after, narrow, rounder(after, narrow))
     found = None
     if job.change and after.shape == before.shape:
-        found = survival(before, after, narrow.double() * scale)
-    return Scaled(narrow, scale, found, holes)
+        found = compute_delta_survival(before, after, narrow.double() * scale)
+    return RequantisedTensor(narrow, scale, found, holes)
 
 
-def merge_scaled(lane: Lane, job: Job, codes: Tensor, manner: Manner) -> Outcome:
+def merge_scaled_tensor(lane: CopyWorker, job: TensorJob, codes: Tensor, manner: RoundingOptions) -> TensorOutcome:
     """Write a tensor that the base holds as codes with a scale, and its new scale."""
-    made = scaled_values(lane, job, codes, manner)
+    made = merge_scaled_values(lane, job, codes, manner)
     lane.write(job.path, job.at, made.codes)
     if job.scale and job.scale_at is not None:
         entry = job.scale.entry
         lane.write(job.path, job.scale_at, torch.full(entry.shape, made.scale, dtype=entry.torch_dtype))
-    return Outcome(job.key, made.survival, made.holes.count, place_in(job.source.shape, made.holes))
+    return TensorOutcome(
+        job.key, made.survival, made.holes.count, find_first_nonfinite_index(job.source.shape, made.holes)
+    )

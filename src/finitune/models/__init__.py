@@ -8,7 +8,7 @@ from finitune.models.sd15 import SD15
 from finitune.models.sdxl import SDXL
 from finitune.models.spec import ModelSpec
 
-MODELS: tuple[ModelSpec, ...] = (
+MODEL_FAMILIES: tuple[ModelSpec, ...] = (
     ANIMA,
     FLUX,
     QWEN_IMAGE,
@@ -17,4 +17,4 @@ MODELS: tuple[ModelSpec, ...] = (
     SDXL,
 )
 
-__all__ = ["MODELS", "ModelSpec"]
+__all__ = ["MODEL_FAMILIES", "ModelSpec"]

@@ -7,15 +7,15 @@ transformers 5 CLIPTextModel leaves "text_model." out, CLIPTextModelWithProjecti
 
 from __future__ import annotations
 
-from finitune.files.keymap import Choice, spell
-from finitune.models.sites import ComponentSites, Hallmark, Place, single, sites_of
+from finitune.files.keymap import WordPairs, expand_templates
+from finitune.models.sites import ComponentSites, Hallmark, ModulePlace, list_place_sites, make_single_site_places
 
-OUTER = "text_model."
-LAYER = "text_model.encoder.layers.{i}"
-RESBLOCK = "transformer.resblocks.{i}"
-QKV = tuple(f"{LAYER}.self_attn.{part}_proj" for part in "qkv")
+_TEXT_MODEL_PREFIX = "text_model."
+_CLIP_LAYER = "text_model.encoder.layers.{i}"
+_OPEN_CLIP_RESBLOCK = "transformer.resblocks.{i}"
+_CLIP_QKV_SITES = tuple(f"{_CLIP_LAYER}.self_attn.{part}_proj" for part in "qkv")
 
-LAYER_PARTS: Choice = (
+_CLIP_LAYER_PARTS: WordPairs = (
     ("attn.out_proj", "self_attn.out_proj"),
     ("mlp.c_fc", "mlp.fc1"),
     ("mlp.c_proj", "mlp.fc2"),
@@ -23,18 +23,20 @@ LAYER_PARTS: Choice = (
     ("ln_2", "layer_norm2"),
 )
 
-OPEN_CLIP = (
-    Place("token_embedding", ("text_model.embeddings.token_embedding",)),
-    Place("positional_embedding", ("text_model.embeddings.position_embedding",), weight=""),
-    Place(f"{RESBLOCK}.attn.in_proj", QKV, weight="_weight", bias="_bias"),
-    *single(*spell(f"{RESBLOCK}.{{part}}", f"{LAYER}.{{part}}", part=LAYER_PARTS)),
-    Place("ln_final", ("text_model.final_layer_norm",)),
+_OPEN_CLIP_PLACES = (
+    ModulePlace("token_embedding", ("text_model.embeddings.token_embedding",)),
+    ModulePlace("positional_embedding", ("text_model.embeddings.position_embedding",), weight=""),
+    ModulePlace(f"{_OPEN_CLIP_RESBLOCK}.attn.in_proj", _CLIP_QKV_SITES, weight="_weight", bias="_bias"),
+    *make_single_site_places(
+        *expand_templates(f"{_OPEN_CLIP_RESBLOCK}.{{part}}", f"{_CLIP_LAYER}.{{part}}", part=_CLIP_LAYER_PARTS)
+    ),
+    ModulePlace("ln_final", ("text_model.final_layer_norm",)),
 )
 """OpenCLIP's text tower, and the modules of transformers' CLIP: q, k and v are one weight there."""
 
-PROJECTION = Place("text_projection", ("text_projection",), weight="", transposed=True)
+_TEXT_PROJECTION_PLACE = ModulePlace("text_projection", ("text_projection",), weight="", transposed=True)
 
-T5 = (
+_T5_SITES = (
     "shared",
     "encoder.embed_tokens",
     *(f"encoder.block.{{i}}.layer.0.SelfAttention.{part}" for part in "qkvo"),
@@ -46,26 +48,33 @@ T5 = (
 """T5EncoderModel of version 1.1, whose gate is wi_0; `encoder.embed_tokens` is `shared` again."""
 
 
-def clip_l(roles: tuple[str, ...], *prefixes: str) -> ComponentSites:
+def make_clip_l_component(roles: tuple[str, ...], *prefixes: str) -> ComponentSites:
     """OpenAI's CLIP-L as `text_encoder`, which single files keep under transformers' names behind these prefixes."""
     prefixes = (*prefixes, "text_encoders.clip_l.transformer.", "")
-    return ComponentSites("text_encoder", roles, sites_of(OPEN_CLIP), comfy="clip_l", single_file=prefixes, outer=OUTER)
+    return ComponentSites(
+        "text_encoder",
+        roles,
+        list_place_sites(_OPEN_CLIP_PLACES),
+        comfy="clip_l",
+        single_file=prefixes,
+        outer=_TEXT_MODEL_PREFIX,
+    )
 
 
-def open_clip(
+def make_open_clip_component(
     name: str, roles: tuple[str, ...], prefix: str, *, comfy: str, projection: bool = False
 ) -> ComponentSites:
     """A text tower of OpenCLIP behind this prefix in single files; with the projection of its pooled output or not."""
-    places = (*OPEN_CLIP, PROJECTION) if projection else OPEN_CLIP
-    outer = "" if projection else OUTER
-    return ComponentSites(name, roles, sites_of(places), places, comfy, single_file=(prefix,), outer=outer)
+    places = (*_OPEN_CLIP_PLACES, _TEXT_PROJECTION_PLACE) if projection else _OPEN_CLIP_PLACES
+    outer = "" if projection else _TEXT_MODEL_PREFIX
+    return ComponentSites(name, roles, list_place_sites(places), places, comfy, single_file=(prefix,), outer=outer)
 
 
-def query_width(component: str, inputs: int) -> Hallmark:
+def make_query_width_hallmark(component: str, inputs: int) -> Hallmark:
     """The hallmark of a text encoder of this width."""
-    return Hallmark(component, QKV[0], inputs)
+    return Hallmark(component, _CLIP_QKV_SITES[0], inputs)
 
 
-def t5_xxl(name: str, roles: tuple[str, ...]) -> ComponentSites:
+def make_t5_xxl_component(name: str, roles: tuple[str, ...]) -> ComponentSites:
     """T5-XXL's encoder, which has one naming everywhere."""
-    return ComponentSites(name, roles, T5, comfy="t5xxl", single_file=("text_encoders.t5xxl.transformer.", ""))
+    return ComponentSites(name, roles, _T5_SITES, comfy="t5xxl", single_file=("text_encoders.t5xxl.transformer.", ""))

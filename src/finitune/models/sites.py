@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Division = Literal["equal", "by-input"]
+RowDivision = Literal["equal", "by-input"]
 
 
 @dataclass(frozen=True)
-class Place:
+class ModulePlace:
     """One module of the original naming, and the site or sites that its rows are, from top to bottom.
 
     Rows are divided into `equal` parts, or `by-input`: each part has as many rows as the weight has inputs, and the
@@ -27,7 +27,7 @@ class Place:
 
     name: str
     sites: tuple[str, ...]
-    division: Division = "equal"
+    division: RowDivision = "equal"
     swapped: bool = False
     weight: str = ".weight"
     bias: str = ".bias"
@@ -47,7 +47,7 @@ class ComponentSites:
     name: str
     roles: tuple[str, ...]
     sites: tuple[str, ...]
-    places: tuple[Place, ...] = ()
+    places: tuple[ModulePlace, ...] = ()
     comfy: str = ""
     single_file: tuple[str, ...] = ()
     kohya_native: bool = False
@@ -87,11 +87,11 @@ class AdapterSites:
     untrained: str = ""
 
 
-def single(*pairs: tuple[str, str]) -> tuple[Place, ...]:
+def make_single_site_places(*pairs: tuple[str, str]) -> tuple[ModulePlace, ...]:
     """Places of one site each, from (original name, site) pairs."""
-    return tuple(Place(name, (site,)) for name, site in pairs)
+    return tuple(ModulePlace(name, (site,)) for name, site in pairs)
 
 
-def sites_of(places: Iterable[Place]) -> tuple[str, ...]:
+def list_place_sites(places: Iterable[ModulePlace]) -> tuple[str, ...]:
     """The sites of all places, in order."""
     return tuple(site for place in places for site in place.sites)

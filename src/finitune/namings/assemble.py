@@ -13,25 +13,25 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from finitune.adapters import algorithm_of
+from finitune.adapters import find_algorithm
 from finitune.adapters.core import Magnitude, Shape, SiteAdapter
-from finitune.adapters.oft import turned
-from finitune.adapters.tlora import plain_lora
+from finitune.adapters.oft import count_turned_outputs
+from finitune.adapters.tlora import convert_tlora_to_lora
 from finitune.errors import AdapterError
-from finitune.namings.core import Answers
-from finitune.namings.fuse import SCALED, times
-from finitune.namings.groups import Group
-from finitune.namings.scales import Config
-from finitune.namings.shelf import Deferred, Shelf, outlined
+from finitune.namings.core import AmbiguityOptions
+from finitune.namings.fuse import SCALE_ROLES_BY_ALGORITHM, multiply_exactly
+from finitune.namings.scales import PeftConfig
+from finitune.namings.tensor_groups import TensorGroup
+from finitune.namings.tensor_reader import DeferredTensors, TensorReader, to_meta_adapter
 
-APART = {"alpha", "magnitude"}
+_ROLES_READ_APART = {"alpha", "magnitude"}
 """Roles that are read after the adapter itself."""
 
-NUMBERS = {"on_input", "scaled", "reshape", "residual_size"}
+_SINGLE_NUMBER_ROLES = {"on_input", "scaled", "reshape", "residual_size"}
 """Roles that may be a single number."""
 
 
-def algorithm_in(group: Group) -> str:
+def identify_group_algorithm(group: TensorGroup) -> str:
     """The algorithm that the roles of a module are of; raises AdapterError for none, for two, and for a role twice."""
     if group.doubled:
         raise AdapterError(
@@ -45,53 +45,62 @@ def algorithm_in(group: Group) -> str:
     if not named:
         if "diff_b" in group.roles:
             return "full"
-        raise lacking(group, f"there is {' and '.join(roles)} and nothing that it belongs to")
+        raise make_adapter_roles_error(group, f"there is {' and '.join(roles)} and nothing that it belongs to")
     common = set.intersection(*named)
     if not common:
-        raise lacking(group, f"{', '.join(roles)} are of different algorithms")
+        raise make_adapter_roles_error(group, f"{', '.join(roles)} are of different algorithms")
     if common == {"ia3"} and not group.roles & {"on_input", "factor"}:
-        raise lacking(group, "it is a whole weight, as models have, and no change of one")
+        raise make_adapter_roles_error(group, "it is a whole weight, as models have, and no change of one")
     blocks = group.shape("blocks")
     if "boft" in common and blocks is not None:
         return "boft" if len(blocks) == 4 else "oft"
     return sorted(common)[0]
 
 
-def assemble(group: Group, shelf: Shelf, order: str, shape: Shape | None, config: Config | None) -> SiteAdapter:
+def assemble_site_adapter(
+    group: TensorGroup, shelf: TensorReader, order: str, shape: Shape | None, config: PeftConfig | None
+) -> SiteAdapter:
     """The adapter that a module's tensors are (but for T-LoRA), without alpha as a scale and without magnitude.
 
     `order` is that of the factors of a GLoRA ("new", "old", or "" for undecided), `shape` the weight's where it is
     known. Raises AdapterError.
     """
-    name = algorithm_in(group)
+    name = identify_group_algorithm(group)
     if name == "full":
         return SiteAdapter(
-            name, Deferred({r: shelf.pending(m.key) for r, m in group.members.items() if r not in APART})
+            name,
+            DeferredTensors({r: shelf.pending(m.key) for r, m in group.members.items() if r not in _ROLES_READ_APART}),
         )
-    tensors = {role: shelf.read(member.key) for role, member in group.members.items() if role not in APART}
+    tensors = {role: shelf.read(member.key) for role, member in group.members.items() if role not in _ROLES_READ_APART}
     scalar = tensors.pop("scalar", None)
     for role, tensor in tensors.items():
-        if tensor.ndim == 0 and role not in NUMBERS:
-            raise damaged(f"{role} is a single number", role=role)
+        if tensor.ndim == 0 and role not in _SINGLE_NUMBER_ROLES:
+            raise make_damaged_adapter_error(f"{role} is a single number", role=role)
         if not tensor.numel() and not role.startswith("residual"):
-            raise damaged(f"{role} is empty", role=role, shape=list(tensor.shape))
+            raise make_damaged_adapter_error(f"{role} is empty", role=role, shape=list(tensor.shape))
     if name == "glora":
-        adapter = glora(tensors, order)
+        adapter = interpret_glora(tensors, order)
     elif name == "ia3":
-        adapter = ia3(tensors, shape)
+        adapter = interpret_ia3(tensors, shape)
     elif name == "oft_v2":
-        adapter = oft_v2(tensors, config)
+        adapter = interpret_oft_v2(tensors, config)
     else:
-        adapter = CONVENTIONS[name](tensors) if name in CONVENTIONS else SiteAdapter(name, tensors)
-    checked(adapter)
+        adapter = (
+            _INTERPRETER_BY_ALGORITHM[name](tensors)
+            if name in _INTERPRETER_BY_ALGORITHM
+            else SiteAdapter(name, tensors)
+        )
+    require_matching_tensors(adapter)
     if scalar is not None:
-        factor = one_number(scalar, "scalar")
-        changed = [role for role in SCALED.get(name, ()) if role in adapter.tensors]
-        adapter = adapter.with_tensors(**{role: times(adapter.tensors[role], factor) for role in changed})
+        factor = read_single_number(scalar, "scalar")
+        changed = [role for role in SCALE_ROLES_BY_ALGORITHM.get(name, ()) if role in adapter.tensors]
+        adapter = adapter.with_tensors(**{role: multiply_exactly(adapter.tensors[role], factor) for role in changed})
     return adapter
 
 
-def baked(group: Group, shelf: Shelf, alpha: float | None, base: Tensor | None) -> SiteAdapter:
+def read_tlora_as_lora(
+    group: TensorGroup, shelf: TensorReader, alpha: float | None, base: Tensor | None
+) -> SiteAdapter:
     """A T-LoRA as the LoRA that it is on `base`, the model's weight as the file's module has it.
 
     Raises AdapterError (ADAPTER-TLORA) where that is not at hand (None) or the tensors do not fit it.
@@ -103,50 +112,55 @@ def baked(group: Group, shelf: Shelf, alpha: float | None, base: Tensor | None) 
             evidence={"roles": sorted(group.roles)},
             remedy="Give the model that it was trained on, or export it as a plain LoRA where it was trained.",
         )
-    return plain_lora({r: shelf.read(m.key) for r, m in group.members.items() if r not in APART}, alpha, base)
+    return convert_tlora_to_lora(
+        {r: shelf.read(m.key) for r, m in group.members.items() if r not in _ROLES_READ_APART}, alpha, base
+    )
 
 
-def checked(adapter: SiteAdapter) -> SiteAdapter:
+def require_matching_tensors(adapter: SiteAdapter) -> SiteAdapter:
     """The adapter itself; raises AdapterError for roles and shapes that do not go together."""
-    algorithm_of(adapter.algorithm).check(adapter)
+    find_algorithm(adapter.algorithm).check(adapter)
     return adapter
 
 
-def damaged(why: str, **evidence: object) -> AdapterError:
+def make_damaged_adapter_error(why: str, **evidence: object) -> AdapterError:
     """The error for tensors that contradict each other."""
     return AdapterError(why, code="ADAPTER-SHAPES", evidence=evidence, remedy="The file is damaged. Export it again.")
 
 
-def lora(tensors: dict[str, Tensor]) -> SiteAdapter:
+def interpret_lora(tensors: dict[str, Tensor]) -> SiteAdapter:
     """LoRA, with the forms of its own that embeddings, extraction and control adapters have."""
     reshape = tensors.pop("reshape", None)
     if {"embedding_down", "embedding_up"} <= tensors.keys():  # PEFT adds (up @ down) to the transposed weight
         for role, source in (("up", "embedding_down"), ("down", "embedding_up")):
             if tensors[source].ndim != 2:
-                raise damaged(f"{source} is no matrix", shape=list(tensors[source].shape))
+                raise make_damaged_adapter_error(f"{source} is no matrix", shape=list(tensors[source].shape))
             tensors[role] = tensors.pop(source).t().contiguous()
     residual = {part: tensors.pop(f"residual_{part}", None) for part in ("indices", "values", "size")}
     adapter = SiteAdapter("lora", tensors, options={} if reshape is None else {"reshape": True})
     if any(part is not None for part in residual.values()):
-        adapter = with_residual(checked(adapter), residual)
+        adapter = add_sparse_residual(require_matching_tensors(adapter), residual)
     if reshape is not None:
-        implied, stated = algorithm_of("lora").shape(checked(adapter)), tuple(int(n) for n in reshape.flatten())
+        implied, stated = (
+            find_algorithm("lora").shape(require_matching_tensors(adapter)),
+            tuple(int(n) for n in reshape.flatten()),
+        )
         if implied is not None and implied != stated:
             why = f"it widens the weight to {list(stated)} and adds {list(implied)}"
-            raise damaged(why, reshape=list(stated), adapter=list(implied))
+            raise make_damaged_adapter_error(why, reshape=list(stated), adapter=list(implied))
     return adapter
 
 
-def with_residual(adapter: SiteAdapter, residual: Mapping[str, Tensor | None]) -> SiteAdapter:
+def add_sparse_residual(adapter: SiteAdapter, residual: Mapping[str, Tensor | None]) -> SiteAdapter:
     """A LoRA and the sparse rest that its extraction left, which lies in a matrix or in the bias."""
     indices, values, size = (residual[part] for part in ("indices", "values", "size"))
     if indices is None or values is None or size is None:
         present = [part for part, tensor in residual.items() if tensor is not None]
-        raise damaged("a sparse rest lacks its indices, its values or its size", present=present)
+        raise make_damaged_adapter_error("a sparse rest lacks its indices, its values or its size", present=present)
     shape = [int(n) for n in size.flatten()]
     matching = min(shape, default=0) > 0 and indices.shape == (len(shape), values.numel())
     if not matching or bool(((indices < 0) | (indices.long() >= torch.tensor(shape)[:, None])).any()):
-        raise damaged(
+        raise make_damaged_adapter_error(
             f"a sparse rest of {shape} has entries beyond that, or not as many values as indices",
             rest=shape,
             indices=list(indices.shape),
@@ -155,20 +169,20 @@ def with_residual(adapter: SiteAdapter, residual: Mapping[str, Tensor | None]) -
     dense = torch.zeros(shape).index_put_(tuple(indices.long()), values.float().flatten())
     if len(shape) == 1:
         return adapter.with_tensors(diff_b=dense)
-    algorithm = algorithm_of("lora")
+    algorithm = find_algorithm("lora")
     weight = algorithm.shape(adapter)
     if weight is None or math.prod(weight) != dense.numel():
         why = f"a sparse rest of {shape} beside a LoRA of {list(weight or ())}"
-        raise damaged(why, rest=shape, adapter=list(weight or ()))
+        raise make_damaged_adapter_error(why, rest=shape, adapter=list(weight or ()))
     diff = algorithm.delta(adapter, torch.zeros(weight)) + dense.view(weight)
     return SiteAdapter("full", {"diff": diff, **{r: t for r, t in adapter.tensors.items() if r == "diff_b"}})
 
 
-def oft(tensors: dict[str, Tensor]) -> SiteAdapter:
+def interpret_oft(tensors: dict[str, Tensor]) -> SiteAdapter:
     """OFT, also from R itself: Q = (R + I)^-1 (R - I), and Q / 2 is a matrix B with B - B^T = Q."""
     rotation = tensors.pop("rotation", None)
     if rotation is not None:
-        checked(SiteAdapter("oft", {"blocks": rotation}))
+        require_matching_tensors(SiteAdapter("oft", {"blocks": rotation}))
         r = rotation.double()
         eye = torch.eye(r.shape[-1], dtype=r.dtype)
         q = torch.linalg.solve(r + eye, r - eye)
@@ -176,7 +190,7 @@ def oft(tensors: dict[str, Tensor]) -> SiteAdapter:
     return SiteAdapter("oft", tensors)
 
 
-def oft_v2(tensors: dict[str, Tensor], config: Config | None) -> SiteAdapter:
+def interpret_oft_v2(tensors: dict[str, Tensor], config: PeftConfig | None) -> SiteAdapter:
     """OFT v2, by PEFT's series unless its configuration asks for the exact transform."""
     options: dict[str, float | bool | str] = {}
     if tensors.pop("scaled", None) is not None:
@@ -188,25 +202,27 @@ def oft_v2(tensors: dict[str, Tensor], config: Config | None) -> SiteAdapter:
     return SiteAdapter("oft_v2", tensors, options=options)
 
 
-def ia3(tensors: dict[str, Tensor], shape: Shape | None) -> SiteAdapter:
+def interpret_ia3(tensors: dict[str, Tensor], shape: Shape | None) -> SiteAdapter:
     """IA3 as LyCORIS has it, 1 + w, and as PEFT, which stores the factor itself, (out, 1) or (1, in)."""
     factor = tensors.get("factor")
     if factor is None:
-        on_input = bool(one_number(tensors["on_input"], "on_input"))
+        on_input = bool(read_single_number(tensors["on_input"], "on_input"))
         return SiteAdapter("ia3", {r: t for r, t in tensors.items() if r != "on_input"}, options={"on_input": on_input})
     sides = {side for side, axis in (("out", 0), ("in", 1)) if shape and factor.numel() == shape[axis]}
     if factor.ndim == 2:
         sides = {"out"} if factor.shape[1] == 1 else {"in"}
     if len(sides) != 1:
-        raise undecided("whether it is on the inputs or the outputs", "IA3 factors", factor.shape, "Name the model.")
+        raise make_undecided_shape_error(
+            "whether it is on the inputs or the outputs", "IA3 factors", factor.shape, "Name the model."
+        )
     weight = (factor.double() - 1).float()
     return SiteAdapter("ia3", {"weight": weight}, options={"on_input": sides == {"in"}})
 
 
-def glora(tensors: dict[str, Tensor], order: str) -> SiteAdapter:
+def interpret_glora(tensors: dict[str, Tensor], order: str) -> SiteAdapter:
     """GLoRA in today's order: a file of 2023 has a1 and a2, and b1 and b2, the other way round."""
     if not order:
-        raise undecided(
+        raise make_undecided_shape_error(
             "in which order its factors are, that of 2023 or today's",
             "GLoRA of a square weight",
             tensors["a1"].shape if "a1" in tensors else (),
@@ -218,7 +234,7 @@ def glora(tensors: dict[str, Tensor], order: str) -> SiteAdapter:
     return SiteAdapter("glora", tensors)
 
 
-def glora_order(groups: Iterable[tuple[Group, Shape | None]], answers: Answers) -> str:
+def detect_glora_order(groups: Iterable[tuple[TensorGroup, Shape | None]], answers: AmbiguityOptions) -> str:
     """The order that the factors of all GLoRA modules of a file fit: "new", "old", or "" where both fit.
 
     A program writes all modules alike, so one weight that is not square decides for them all.
@@ -227,23 +243,28 @@ def glora_order(groups: Iterable[tuple[Group, Shape | None]], answers: Answers) 
     for group, known in groups:
         a1, a2, b1, b2 = (group.shape(role) for role in ("a1", "a2", "b1", "b2"))
         if a1 and a2 and b1 and b2 and all(len(s) >= 2 for s in (a1, a2, b1, b2)):
-            new = chains(a1, a2, b1, b2, known)
-            old = chains(a2, a1, b2, b1, known)
+            new = is_consistent_glora(a1, a2, b1, b2, known)
+            old = is_consistent_glora(a2, a1, b2, b1, known)
             possible &= {name for name, fits in (("new", new), ("old", old)) if fits} or {"new", "old"}
     return possible.pop() if len(possible) == 1 else answers.glora_order or ""
 
 
-def chains(a1: Shape, a2: Shape, b1: Shape, b2: Shape, known: Shape | None) -> bool:
+def is_consistent_glora(a1: Shape, a2: Shape, b1: Shape, b2: Shape, known: Shape | None) -> bool:
     """Whether a1 (in, r), a2 (r, in), b1 (out, r), b2 (r, in) are of one weight, which is of the known shape if any."""
     fits = a1[1] == a2[0] == b1[1] == b2[0] and a1[0] == a2[1] == b2[1]
     return fits and (known is None or (b1[0], a1[0]) == known[:2])
 
 
-CONVENTIONS: Mapping[str, Callable[[dict[str, Tensor]], SiteAdapter]] = {"lora": lora, "oft": oft}
+_INTERPRETER_BY_ALGORITHM: Mapping[str, Callable[[dict[str, Tensor]], SiteAdapter]] = {
+    "lora": interpret_lora,
+    "oft": interpret_oft,
+}
 """Algorithms whose tensors some program writes in a form of its own."""
 
 
-def with_magnitude(adapter: SiteAdapter, group: Group, shelf: Shelf, answers: Answers) -> SiteAdapter:
+def attach_dora_magnitude(
+    adapter: SiteAdapter, group: TensorGroup, shelf: TensorReader, answers: AmbiguityOptions
+) -> SiteAdapter:
     """The adapter with DoRA's magnitudes on the side that their shape, or else their convention, says.
 
     Raises AdapterError (ADAPTER-UNDECIDED) for magnitudes that fit both sides.
@@ -252,21 +273,21 @@ def with_magnitude(adapter: SiteAdapter, group: Group, shelf: Shelf, answers: An
     if member is None:
         return adapter
     tensor = shelf.read(member.key)
-    implied = algorithm_of(adapter.algorithm).shape(outlined(adapter))
+    implied = find_algorithm(adapter.algorithm).shape(to_meta_adapter(adapter))
     if implied is None or len(implied) < 2:
         raise AdapterError(
-            f"magnitudes (DoRA) over {algorithm_of(adapter.algorithm).title} have no meaning",
+            f"magnitudes (DoRA) over {find_algorithm(adapter.algorithm).title} have no meaning",
             code="ADAPTER-DORA",
             evidence={"algorithm": adapter.algorithm},
             remedy="Drop the magnitudes if they were written by mistake, or export the adapter again.",
         )
-    sides = sides_of(tuple(tensor.shape), implied, by_output="kohya" not in member.suffix.dialects)
+    sides = find_magnitude_sides(tuple(tensor.shape), implied, by_output="kohya" not in member.suffix.dialects)
     if "embedding_down" in group.roles:  # PEFT takes an embedding's weight transposed, so the other side is its outputs
         sides = {"in"} if tensor.numel() == implied[1] else set()
     if len(sides) == 2 and answers.dora_side:
         sides = {answers.dora_side}
     if len(sides) == 2:
-        raise undecided(
+        raise make_undecided_shape_error(
             "whether they are of the outputs or of the inputs",
             f"DoRA magnitudes of a weight of {list(implied)}",
             tensor.shape,
@@ -282,7 +303,7 @@ def with_magnitude(adapter: SiteAdapter, group: Group, shelf: Shelf, answers: An
     return replace(adapter, magnitude=Magnitude(tensor, "out" if sides == {"out"} else "in"))
 
 
-def sides_of(magnitudes: Shape, weight: Shape, *, by_output: bool) -> set[str]:
+def find_magnitude_sides(magnitudes: Shape, weight: Shape, *, by_output: bool) -> set[str]:
     """The sides of `weight` that magnitudes of this shape can be of; `by_output` where the convention says outputs.
 
     (out, 1[, 1, 1]) is of the outputs and (1, in[, 1, 1]) of the inputs, even of a square weight. One axis alone tells
@@ -297,27 +318,29 @@ def sides_of(magnitudes: Shape, weight: Shape, *, by_output: bool) -> set[str]:
     return {side for side, axis in (("out", 0), ("in", 1)) if count == weight[axis] and len(long) <= 1}
 
 
-def constrained(adapter: SiteAdapter, alpha: float | None, *, kohya: bool) -> SiteAdapter:
+def constrain_rotation(adapter: SiteAdapter, alpha: float | None, *, kohya: bool) -> SiteAdapter:
     """A rotation with the constraint that its alpha is: alpha * outputs, and none for 0.
 
     kohya's own OFT (`kohya`) turns the finished output, its bias with it.
     """
     options = dict(adapter.options)
     if alpha:
-        options["constraint"] = alpha * turned(adapter)
+        options["constraint"] = alpha * count_turned_outputs(adapter)
     if kohya:
         options["rotates_bias"] = True
     return replace(adapter, options=options)
 
 
-def one_number(tensor: Tensor, role: str) -> float:
+def read_single_number(tensor: Tensor, role: str) -> float:
     """The number in a tensor of one element, in fp64; raises AdapterError for another count."""
     if tensor.numel() != 1:
-        raise damaged(f"{role} has {tensor.numel()} elements; it is one number", shape=list(tensor.shape))
+        raise make_damaged_adapter_error(
+            f"{role} has {tensor.numel()} elements; it is one number", shape=list(tensor.shape)
+        )
     return float(tensor.double())
 
 
-def lacking(group: Group, why: str) -> AdapterError:
+def make_adapter_roles_error(group: TensorGroup, why: str) -> AdapterError:
     """The error for tensors that are no adapter."""
     return AdapterError(
         f"this is no adapter: {why}",
@@ -327,7 +350,7 @@ def lacking(group: Group, why: str) -> AdapterError:
     )
 
 
-def undecided(what: str, tensors: str, shape: Iterable[int], remedy: str) -> AdapterError:
+def make_undecided_shape_error(what: str, tensors: str, shape: Iterable[int], remedy: str) -> AdapterError:
     """The error for a convention that nothing in the file decides."""
     return AdapterError(
         f"the shape of {tensors} does not tell {what}",

@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from finitune.models.sites import Division
+from finitune.models.sites import RowDivision
 from finitune.report import Finding, Level
 
 if TYPE_CHECKING:
     from finitune.adapters.core import AdapterSet
     from finitune.models.spec import ModelSpec
 
-PEFT_TENSORS, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PEFT_TENSORS_FILE_NAME, PEFT_CONFIG_FILE_NAME = "adapter_model.safetensors", "adapter_config.json"
 """What the files of a PEFT folder are called."""
 
-Fate = Literal["applied", "explained", "unmatched"]
+TensorStatus = Literal["applied", "explained", "unmatched"]
 """What became of a tensor: it serves a site; it serves none, for a reason that is told; its name matches nothing.
 
 The reason may be harmless (a helper of the program that trained it), or the error that ended its module."""
 
 
 @dataclass(frozen=True)
-class Landing:
+class SiteTarget:
     """Where a module name of a file lands: a component, and the concrete sites that its rows are (see Place).
 
     `transposed` is said of a checkpoint's tensor alone: its inputs come first.
@@ -32,13 +32,13 @@ class Landing:
 
     component: str
     sites: tuple[str, ...]
-    division: Division = "equal"
+    division: RowDivision = "equal"
     swapped: bool = False
     transposed: bool = False
 
 
 @dataclass(frozen=True)
-class Answers:
+class AmbiguityOptions:
     """What only a person can tell where a file does not: see the findings that ask.
 
     They are ADAPTER-UNDECIDED, ADAPTER-ALPHA and ADAPTER-SCALE-UNKNOWN. `dora_side` is the side of magnitudes whose
@@ -52,24 +52,24 @@ class Answers:
     scale: float | None = None
 
 
-def tensors_in(path: Path) -> Path:
+def find_adapter_tensor_file(path: Path) -> Path:
     """The file with an adapter's tensors: a folder of PEFT's has it inside."""
-    return path / PEFT_TENSORS if path.is_dir() else path
+    return path / PEFT_TENSORS_FILE_NAME if path.is_dir() else path
 
 
 @dataclass(frozen=True)
-class LedgerLine:
+class TensorRecord:
     """What became of one tensor of a file: the site and role it serves, or why it serves none."""
 
     key: str
-    fate: Fate
+    fate: TensorStatus
     site: str = ""
     role: str = ""
     why: str = ""
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParsedAdapter:
     """An adapter file as read: the adapter, what the file is, every tensor accounted for, and what was found.
 
     `spelling` is the name of one of SPELLINGS, `family` is None where no table knows the modules. The findings never
@@ -81,7 +81,7 @@ class Reading:
     adapter: AdapterSet
     spelling: str
     family: ModelSpec | None
-    ledger: tuple[LedgerLine, ...]
+    ledger: tuple[TensorRecord, ...]
     findings: tuple[Finding, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     split_scale: Mapping[str, int] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Reading:
         return sum(line.fate == "applied" for line in self.ledger)
 
     @property
-    def unmatched(self) -> tuple[LedgerLine, ...]:
+    def unmatched(self) -> tuple[TensorRecord, ...]:
         """The tensors whose names match nothing."""
         return tuple(line for line in self.ledger if line.fate == "unmatched")
 
@@ -102,7 +102,7 @@ class Reading:
         return tuple(finding for finding in self.findings if finding.level is Level.ERROR)
 
     @property
-    def left_out(self) -> tuple[LedgerLine, ...]:
+    def left_out(self) -> tuple[TensorRecord, ...]:
         """The tensors that the adapter lacks though they may matter: unmatched, or of a module that an error ended."""
         ended = {error.message for error in self.errors}
         lost = (line for line in self.ledger if line.fate == "unmatched" or line.why in ended)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from finitune import __version__
-from finitune.adapters import algorithm_of
-from finitune.namings.hashes import kohya_hashes
+from finitune.adapters import find_algorithm
+from finitune.namings.hashes import compute_kohya_hashes
 from finitune.report import Finding, Level
 
 if TYPE_CHECKING:
@@ -25,19 +25,21 @@ if TYPE_CHECKING:
     from finitune.adapters.core import AdapterSet
     from finitune.models.spec import ModelSpec
 
-RECEIPT = "finitune"
-DIFFUSERS = "lora_adapter_metadata"
-DYNAMIC = "Dynamic"
+RECEIPT_METADATA_KEY = "finitune"
+DIFFUSERS_METADATA_KEY = "lora_adapter_metadata"
+KOHYA_DYNAMIC_VALUE = "Dynamic"
 """What kohya's tools write where modules differ."""
-MODEL_SPEC = "1.0.1"
-TEXT_LIMIT_BYTES = 2**20
-HEADER_LIMIT_BYTES = 64 * 2**20
+MODELSPEC_VERSION = "1.0.1"
+MAX_METADATA_TEXT_BYTES = 2**20
+MAX_METADATA_TOTAL_BYTES = 64 * 2**20
 """For all texts together; readers refuse headers over 100 MB, and the tensors need their share."""
 
-NATIVE_MODULES = ("lora", "loha", "lokr")
-LYCORIS_MODULE = "lycoris.kohya"
-LYCORIS_NAMES = {"lora": "locon", "oft": "diag-oft"}
-UNTRUE = re.compile(rf"sshs_(model|legacy)_hash|modelspec\.hash_sha256|{DIFFUSERS}|(unet|text_encoder)(:\d+:rank)?")
+_KOHYA_NATIVE_NETWORKS = ("lora", "loha", "lokr")
+_LYCORIS_NETWORK_MODULE = "lycoris.kohya"
+_LYCORIS_NAME_BY_ALGORITHM = {"lora": "locon", "oft": "diag-oft"}
+_STALE_TEXT_PATTERN = re.compile(
+    rf"sshs_(model|legacy)_hash|modelspec\.hash_sha256|{DIFFUSERS_METADATA_KEY}|(unet|text_encoder)(:\d+:rank)?"
+)
 """Texts about the former bytes or the former naming. The last are those of cloneofsimo/lora."""
 
 
@@ -66,28 +68,28 @@ class Receipt:
         return json.dumps(parts, ensure_ascii=False)
 
 
-def block_maps_applied(metadata: Mapping[str, str]) -> tuple[str, ...]:
+def read_applied_block_maps(metadata: Mapping[str, str]) -> tuple[str, ...]:
     """The re-numberings of blocks that our receipts say were applied to a file already."""
-    receipt, _ = stated_table(metadata, RECEIPT)
+    receipt, _ = parse_metadata_table(metadata, RECEIPT_METADATA_KEY)
     maps = receipt.get("block_maps") if receipt else None
     return tuple(str(name) for name in maps) if isinstance(maps, list) else ()
 
 
-def alpha_times_applied(metadata: Mapping[str, str]) -> dict[str, int]:
+def read_applied_alpha_factors(metadata: Mapping[str, str]) -> dict[str, int]:
     """By what our receipts say that alpha was multiplied already, {site: n}."""
-    receipt, _ = stated_table(metadata, RECEIPT)
+    receipt, _ = parse_metadata_table(metadata, RECEIPT_METADATA_KEY)
     times = receipt.get("alpha_times") if receipt else None
     return {site: n for site, n in times.items() if isinstance(n, int)} if isinstance(times, dict) else {}
 
 
-def unreadable_texts(metadata: Mapping[str, str]) -> list[Finding]:
+def check_network_metadata(metadata: Mapping[str, str]) -> list[Finding]:
     """Warnings for what a trainer says about its network and nothing can be made of; DYNAMIC says that they differ."""
-    keys = (key for key in ("ss_network_dim", "ss_network_alpha") if metadata.get(key) != DYNAMIC)
-    numbers = (stated_number(metadata, key)[1] for key in keys)
-    return [*itertools.chain(*numbers), *stated_table(metadata, "ss_network_args")[1]]
+    keys = (key for key in ("ss_network_dim", "ss_network_alpha") if metadata.get(key) != KOHYA_DYNAMIC_VALUE)
+    numbers = (parse_metadata_number(metadata, key)[1] for key in keys)
+    return [*itertools.chain(*numbers), *parse_metadata_table(metadata, "ss_network_args")[1]]
 
 
-def stated_number(metadata: Mapping[str, str], key: str) -> tuple[float | None, tuple[Finding, ...]]:
+def parse_metadata_number(metadata: Mapping[str, str], key: str) -> tuple[float | None, tuple[Finding, ...]]:
     """The number that a text states: None, without a word, where it is absent or "None"; a warning for others."""
     text = metadata.get(key, "").strip()
     if text.lower() in ("", "none", "null"):
@@ -96,10 +98,10 @@ def stated_number(metadata: Mapping[str, str], key: str) -> tuple[float | None, 
         number = float(text)
     except ValueError:
         number = math.nan
-    return (number, ()) if math.isfinite(number) else (None, (unreadable(key, text, "a number"),))
+    return (number, ()) if math.isfinite(number) else (None, (make_metadata_warning(key, text, "a number"),))
 
 
-def stated_table(metadata: Mapping[str, str], key: str) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:
+def parse_metadata_table(metadata: Mapping[str, str], key: str) -> tuple[dict[str, Any] | None, tuple[Finding, ...]]:
     """The JSON object that a text states: None, without a word, where it is absent or "None"; a warning for others."""
     text = metadata.get(key, "").strip()
     if text.lower() in ("", "none", "null"):
@@ -108,10 +110,10 @@ def stated_table(metadata: Mapping[str, str], key: str) -> tuple[dict[str, Any] 
         table = json.loads(text)
     except (ValueError, RecursionError):
         table = None
-    return (table, ()) if isinstance(table, dict) else (None, (unreadable(key, text, "a JSON table"),))
+    return (table, ()) if isinstance(table, dict) else (None, (make_metadata_warning(key, text, "a JSON table"),))
 
 
-def unreadable(key: str, text: str, what: str) -> Finding:
+def make_metadata_warning(key: str, text: str, what: str) -> Finding:
     """The warning for a text that is not what its key promises."""
     return Finding(
         Level.WARNING,
@@ -123,7 +125,7 @@ def unreadable(key: str, text: str, what: str) -> Finding:
     )
 
 
-def written_metadata(
+def build_adapter_metadata(
     source: Mapping[str, str], adapter: AdapterSet, family: ModelSpec | None, receipt: Receipt, own: Mapping[str, str]
 ) -> tuple[dict[str, str], list[Finding]]:
     """The texts of a new file: the source's as far as they still hold, corrected, with our receipt; and the notes.
@@ -131,24 +133,26 @@ def written_metadata(
     `own` are texts that the spelling itself needs. Texts over 1 MiB, and the largest of all where they exceed 64 MiB
     together, are left out with a note.
     """
-    kept, findings = bounded({key: text for key, text in source.items() if not UNTRUE.fullmatch(key)})
-    kept |= network_texts(kept, adapter)
+    kept, findings = drop_oversized_texts(
+        {key: text for key, text in source.items() if not _STALE_TEXT_PATTERN.fullmatch(key)}
+    )
+    kept |= build_network_texts(kept, adapter)
     if family is not None:
-        kept |= family_texts(kept, family)
-    maps = dict.fromkeys((*block_maps_applied(source), *receipt.block_maps))
-    before, now = alpha_times_applied(source), receipt.alpha_times
+        kept |= build_family_texts(kept, family)
+    maps = dict.fromkeys((*read_applied_block_maps(source), *receipt.block_maps))
+    before, now = read_applied_alpha_factors(source), receipt.alpha_times
     times = {site: before.get(site, 1) * now.get(site, 1) for site in (*before, *now)}
-    kept[RECEIPT] = replace(receipt, block_maps=tuple(maps), alpha_times=times).text()
+    kept[RECEIPT_METADATA_KEY] = replace(receipt, block_maps=tuple(maps), alpha_times=times).text()
     return {"format": "pt", **kept, **own}, findings
 
 
-def bounded(texts: Mapping[str, str]) -> tuple[dict[str, str], list[Finding]]:
+def drop_oversized_texts(texts: Mapping[str, str]) -> tuple[dict[str, str], list[Finding]]:
     """The texts without those that would make a header too large, and a note for each that is left out."""
     sizes = {key: len(text.encode(errors="replace")) for key, text in texts.items()}
     total = sum(sizes.values())
     dropped: list[str] = []
     for key in sorted(sizes, key=lambda key: -sizes[key]):
-        if sizes[key] > TEXT_LIMIT_BYTES or total > HEADER_LIMIT_BYTES:
+        if sizes[key] > MAX_METADATA_TEXT_BYTES or total > MAX_METADATA_TOTAL_BYTES:
             dropped.append(key)
             total -= sizes[key]
     findings = [
@@ -157,7 +161,7 @@ def bounded(texts: Mapping[str, str]) -> tuple[dict[str, str], list[Finding]]:
             "METADATA-TOO-LARGE",
             key,
             f"the metadata's {key} of {sizes[key]} bytes is left out",
-            {"bytes": sizes[key], "limit_bytes": TEXT_LIMIT_BYTES},
+            {"bytes": sizes[key], "limit_bytes": MAX_METADATA_TEXT_BYTES},
             "Programs read the whole header before the first tensor. The source file still has the text.",
         )
         for key in dropped
@@ -165,22 +169,25 @@ def bounded(texts: Mapping[str, str]) -> tuple[dict[str, str], list[Finding]]:
     return {key: text for key, text in texts.items() if key not in dropped}, findings
 
 
-def network_texts(source: Mapping[str, str], adapter: AdapterSet) -> dict[str, str]:
+def build_network_texts(source: Mapping[str, str], adapter: AdapterSet) -> dict[str, str]:
     """kohya's texts about the network, as the tensors now are: module, dim, alpha and args."""
     names = {site.algorithm for site in adapter.sites.values()}
-    ranks = (algorithm_of(site.algorithm).rank(site) for site in adapter.sites.values())
+    ranks = (find_algorithm(site.algorithm).rank(site) for site in adapter.sites.values())
     ranked = [rank for rank in ranks if rank is not None]
     alphas = [site.alpha for site in adapter.sites.values() if site.alpha is not None]
     texts: dict[str, str] = {}
     if ranked:
-        texts |= {"ss_network_dim": one_or_dynamic(ranked), "ss_network_alpha": one_or_dynamic(alphas or ranked)}
-    args, _ = stated_table(source, "ss_network_args")
-    module, args = network_module(source.get("ss_network_module", ""), args or {}, names)
+        texts |= {
+            "ss_network_dim": format_one_or_dynamic(ranked),
+            "ss_network_alpha": format_one_or_dynamic(alphas or ranked),
+        }
+    args, _ = parse_metadata_table(source, "ss_network_args")
+    module, args = choose_network_module(source.get("ss_network_module", ""), args or {}, names)
     texts["ss_network_module"] = module
     return {**texts, "ss_network_args": json.dumps(args, ensure_ascii=False)} if args else texts
 
 
-def network_module(module: str, args: Mapping[str, Any], names: set[str]) -> tuple[str, dict[str, Any]]:
+def choose_network_module(module: str, args: Mapping[str, Any], names: set[str]) -> tuple[str, dict[str, Any]]:
     """The module that makes such a network and its arguments: the source's where it still says these algorithms."""
     trained = names - {"full", "norm"} or names
     name = next(iter(sorted(trained)), "lora")
@@ -188,38 +195,38 @@ def network_module(module: str, args: Mapping[str, Any], names: set[str]) -> tup
     if native and trained == {"lora"}:
         return module, dict(args)
     rest = {key: value for key, value in args.items() if key not in ("algo", "factor")}
-    if module == LYCORIS_MODULE or name not in NATIVE_MODULES or len(trained) > 1:
-        algo = LYCORIS_NAMES.get(name, name)
+    if module == _LYCORIS_NETWORK_MODULE or name not in _KOHYA_NATIVE_NETWORKS or len(trained) > 1:
+        algo = _LYCORIS_NAME_BY_ALGORITHM.get(name, name)
         former = str(args.get("algo", "")).lower()
-        return LYCORIS_MODULE, dict(args) if former in (algo, name) else {**rest, "algo": algo}
+        return _LYCORIS_NETWORK_MODULE, dict(args) if former in (algo, name) else {**rest, "algo": algo}
     return f"networks.{name}", dict(args) if module == f"networks.{name}" else rest
 
 
-def one_or_dynamic(numbers: Sequence[float]) -> str:
+def format_one_or_dynamic(numbers: Sequence[float]) -> str:
     """The number that all of them are, as kohya writes it, or DYNAMIC where they differ."""
-    return f"{numbers[0]:.17g}" if len(set(numbers)) == 1 else DYNAMIC
+    return f"{numbers[0]:.17g}" if len(set(numbers)) == 1 else KOHYA_DYNAMIC_VALUE
 
 
-def family_texts(source: Mapping[str, str], family: ModelSpec) -> dict[str, str]:
+def build_family_texts(source: Mapping[str, str], family: ModelSpec) -> dict[str, str]:
     """The texts that name the model family; title, date and whatever else is kept as it was."""
     facts = family.adapters
-    texts = {"modelspec.sai_model_spec": source.get("modelspec.sai_model_spec", MODEL_SPEC)}
+    texts = {"modelspec.sai_model_spec": source.get("modelspec.sai_model_spec", MODELSPEC_VERSION)}
     if facts.architecture:
         texts["modelspec.architecture"] = facts.architecture
     prediction = source.get("modelspec.prediction_type")
-    texts["modelspec.prediction_type"] = right_prediction(prediction, facts.prediction_type)
+    texts["modelspec.prediction_type"] = correct_prediction_type(prediction, facts.prediction_type)
     stated = source.get("ss_base_model_version")
     if facts.base_model_versions and stated not in facts.base_model_versions:
         texts["ss_base_model_version"] = facts.base_model_versions[0]
     return texts
 
 
-def right_prediction(stated: str | None, family: str) -> str:
+def correct_prediction_type(stated: str | None, family: str) -> str:
     """What the model predicts: a file may say noise or v where its family does either, but not of a flow model."""
     noise = ("epsilon", "v", "v_prediction")
     return stated if stated in noise and family in noise else family
 
 
-def with_hashes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def add_kohya_hashes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The metadata with the hashes of these tensors in place of any others."""
-    return {**metadata, **kohya_hashes(tensors, metadata)}
+    return {**metadata, **compute_kohya_hashes(tensors, metadata)}

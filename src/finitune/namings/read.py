@@ -15,36 +15,50 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from finitune.adapters import algorithm_of
+from finitune.adapters import find_algorithm
 from finitune.adapters.core import AdapterSet, Shape, SiteAdapter
 from finitune.errors import AdapterError
 from finitune.files.tensorfile import TensorFile
-from finitune.models import MODELS
+from finitune.models import MODEL_FAMILIES
 from finitune.models.spec import ModelSpec
 from finitune.namings.assemble import (
-    algorithm_in,
-    assemble,
-    baked,
-    constrained,
-    glora_order,
-    lacking,
-    one_number,
-    with_magnitude,
+    assemble_site_adapter,
+    attach_dora_magnitude,
+    constrain_rotation,
+    detect_glora_order,
+    identify_group_algorithm,
+    make_adapter_roles_error,
+    read_single_number,
+    read_tlora_as_lora,
 )
-from finitune.namings.core import Answers, Fate, Landing, LedgerLine, Reading
-from finitune.namings.divide import divide
-from finitune.namings.evidence import Case, Sight, case_of_modules, identify, software_of, spelling_for, title_of
-from finitune.namings.fuse import same
-from finitune.namings.groups import Gathered, Group, gather
-from finitune.namings.metadata import unreadable_texts
-from finitune.namings.notes import Notes, Whole, candidates, note_scales, note_split_training
-from finitune.namings.oldest import is_oldest, rename
-from finitune.namings.resolve import Found, Resolver
-from finitune.namings.scales import configs_of, meant_alpha, state_scale
-from finitune.namings.shelf import Shelf, outlined
+from finitune.namings.cloneofsimo import is_cloneofsimo_key, rename_cloneofsimo_keys
+from finitune.namings.core import AmbiguityOptions, ParsedAdapter, SiteTarget, TensorRecord, TensorStatus
+from finitune.namings.finding_collector import (
+    FindingCollector,
+    UndividedLora,
+    compute_candidate_scale,
+    note_scales,
+    note_split_training,
+)
+from finitune.namings.fuse import is_same_tensor
+from finitune.namings.identify import (
+    FamilyMatch,
+    ParsedName,
+    detect_spelling,
+    get_match_title,
+    identify_adapter_family,
+    match_model_modules,
+    read_producer_software,
+)
+from finitune.namings.metadata import check_network_metadata
+from finitune.namings.resolve import ResolvedModule, Resolver
+from finitune.namings.scales import interpret_stored_alpha, read_peft_configs, resolve_adapter_scale
+from finitune.namings.tensor_groups import GroupedKeys, TensorGroup, group_keys_by_module
+from finitune.namings.tensor_reader import TensorReader, to_meta_adapter
+from finitune.namings.unfuse import split_fused_adapter
 from finitune.report import Level
 
-KNOWN_PRODUCERS = {"ai-toolkit": "ai-toolkit", "bfl-control": "Black Forest Labs"}
+_PRODUCER_BY_SPELLING = {"ai-toolkit": "ai-toolkit", "bfl-control": "Black Forest Labs"}
 """Spellings whose producer is known to train with alpha = rank, though PEFT's suffixes leave the scale open."""
 
 
@@ -54,9 +68,9 @@ def read_adapter(
     *,
     shapes: Mapping[str, Shape] | None = None,
     resolver: Resolver | None = None,
-    answers: Answers | None = None,
+    answers: AmbiguityOptions | None = None,
     weight_of: Callable[[str], Tensor | None] | None = None,
-) -> Reading:
+) -> ParsedAdapter:
     """An adapter file, read.
 
     `model` is the family where it is known, `resolver` the modules of a user's own model instead; `shapes` are the
@@ -68,61 +82,63 @@ def read_adapter(
     Raises AdapterError where the file is no adapter or one of another family. What is wrong with single modules is in
     the findings, at level error.
     """
-    return Reader(file, shapes or {}, answers or Answers(), weight_of).read(model, resolver)
+    return AdapterReader(file, shapes or {}, answers or AmbiguityOptions(), weight_of).read(model, resolver)
 
 
-class Reader:
+class AdapterReader:
     """One reading of one file."""
 
     def __init__(
         self,
         file: TensorFile,
         shapes: Mapping[str, Shape],
-        answers: Answers,
+        answers: AmbiguityOptions,
         weight_of: Callable[[str], Tensor | None] | None,
     ):
         self.file, self.shapes, self.answers, self.weight_of = file, shapes, answers, weight_of
-        self.shelf = Shelf(file)
-        self.notes = Notes()
-        self.ledger: dict[str, LedgerLine] = {}
+        self.shelf = TensorReader(file)
+        self.notes = FindingCollector()
+        self.ledger: dict[str, TensorRecord] = {}
         self.sites: dict[str, SiteAdapter] = {}
-        self.wholes: list[Whole] = []
+        self.wholes: list[UndividedLora] = []
         self.sources: Counter[str] = Counter()
         self.unstated: set[str] = set()
-        self.configs, self.config_findings = configs_of(file.path, file.metadata)
+        self.configs, self.config_findings = read_peft_configs(file.path, file.metadata)
         self.order = ""
         self.control = False
 
-    def read(self, model: ModelSpec | None, resolver: Resolver | None) -> Reading:
+    def read(self, model: ModelSpec | None, resolver: Resolver | None) -> ParsedAdapter:
         """The whole file; see `read_adapter`."""
         metadata = self.file.metadata
-        renamed = rename(self.file.shapes, metadata) if any(map(is_oldest, self.file)) else {}
-        gathered = gather(self.file.shapes, renamed)
-        demand_adapter(self.file, gathered)
+        renamed = rename_cloneofsimo_keys(self.file.shapes, metadata) if any(map(is_cloneofsimo_key, self.file)) else {}
+        gathered = group_keys_by_module(self.file.shapes, renamed)
+        require_adapter_file(self.file, gathered)
         if resolver is None:
-            case, found = identify(gathered.groups, metadata, MODELS, model)
+            case, found = identify_adapter_family(gathered.groups, metadata, MODEL_FAMILIES, model)
         else:
-            case, found = case_of_modules(resolver, gathered.groups), []
-        spelling, spelled = spelling_for(case, gathered.groups, metadata)
+            case, found = match_model_modules(resolver, gathered.groups), []
+        spelling, spelled = detect_spelling(case, gathered.groups, metadata)
         name = spelling.name if spelling is not None else ""
         self.control = name == "bfl-control"
-        self.order = glora_order(
-            ((g, self.known_shape(case.sights[g.module].found)) for g in gathered.groups), self.answers
+        self.order = detect_glora_order(
+            ((g, self.find_known_shape(case.sights[g.module].found)) for g in gathered.groups), self.answers
         )
         for group in gathered.groups:
             self.take(group, case.sights[group.module])
-        self.account_for_the_rest(gathered)
+        self.account_for_other_keys(gathered)
         split_scale = note_split_training(self.wholes, self.notes)
         split_scale = {site: count for site, count in split_scale.items() if site in self.sites}
         self.note_names(case, gathered, name, spelled)
-        producer = KNOWN_PRODUCERS.get(name, "") or KNOWN_PRODUCERS.get(software_of(metadata), "")
-        found += self.config_findings + unreadable_texts(metadata)
+        producer = _PRODUCER_BY_SPELLING.get(name, "") or _PRODUCER_BY_SPELLING.get(
+            read_producer_software(metadata), ""
+        )
+        found += self.config_findings + check_network_metadata(metadata)
         found += note_scales(self.sources, self.unstated, metadata, producer)
         embeddings = {key: self.shelf.read(key) for key in gathered.embeddings}
         for key in self.file:
             if key not in self.shelf.looked_at:
                 self.shelf.read(key)
-        return Reading(
+        return ParsedAdapter(
             AdapterSet(self.sites, embeddings),
             name,
             case.model,
@@ -132,12 +148,12 @@ class Reader:
             split_scale,
         )
 
-    def known_shape(self, found: Found | None) -> Shape | None:
+    def find_known_shape(self, found: ResolvedModule | None) -> Shape | None:
         """The shape of the model's weight where a module of the file lands, if it is one weight and known."""
         sites = found.landing.sites if found is not None else ()
         return self.shapes.get(f"{found.landing.component}.{sites[0]}") if found and len(sites) == 1 else None
 
-    def take(self, group: Group, sight: Sight) -> None:
+    def take(self, group: TensorGroup, sight: ParsedName) -> None:
         """Read one module; account for each of its tensors."""
         if group.roles == {"alpha"}:
             why = "alpha without an adapter"
@@ -149,52 +165,52 @@ class Reader:
             )
         else:
             try:
-                self.adapt(group, sight, sight.found)
+                self.adapt_group(group, sight, sight.found)
             except AdapterError as error:
-                self.notes.fail(group.module, for_inpainting(error))
+                self.notes.fail(group.module, explain_inpainting_mismatch(error))
                 self.write(group.keys, "explained", why=error.message)
 
-    def adapt(self, group: Group, sight: Sight, found: Found) -> None:
+    def adapt_group(self, group: TensorGroup, sight: ParsedName, found: ResolvedModule) -> None:
         """Make a module's adapter, with its scale, and put its parts where they land; raises AdapterError."""
-        landing, known = found.landing, self.known_shape(found)
+        landing, known = found.landing, self.find_known_shape(found)
         config = self.configs.get(landing.component) or self.configs.get("")
         weight = group.members.get("weight")
         if weight is not None and "bfl" in weight.suffix.dialects and found.entry.place.weight != ".scale":
-            raise lacking(group, "it is a whole weight, as models have, and no change of one")
+            raise make_adapter_roles_error(group, "it is a whole weight, as models have, and no change of one")
         alpha = group.members.get("alpha")
-        stated = None if alpha is None else one_number(self.shelf.read(alpha.key), "alpha")
-        name, unused = algorithm_in(group), ""
+        stated = None if alpha is None else read_single_number(self.shelf.read(alpha.key), "alpha")
+        name, unused = identify_group_algorithm(group), ""
         if name == "tlora":
-            adapter = self.on_its_weight(group, landing, stated)
+            adapter = self.read_tlora(group, landing, stated)
         else:
-            adapter = assemble(group, self.shelf, self.order, known, config)
-        adapter = with_magnitude(adapter, group, self.shelf, self.answers)
+            adapter = assemble_site_adapter(group, self.shelf, self.order, known, config)
+        adapter = attach_dora_magnitude(adapter, group, self.shelf, self.answers)
         if adapter.algorithm in ("oft", "boft"):
-            adapter = self.turned_within(adapter, group, sight, stated)
+            adapter = self.constrain_adapter(adapter, group, sight, stated)
         elif name != "tlora":
-            scaled = state_scale(adapter, stated, config, [sight.name, *landing.sites], self.answers)
+            scaled = resolve_adapter_scale(adapter, stated, config, [sight.name, *landing.sites], self.answers)
             adapter, unused = scaled.adapter, scaled.unused
             if not unused:
                 self.count_scale(scaled.source, group)
             if stated is not None and unused and adapter.algorithm == "lokr":
                 self.note_full_lokr(group, stated)
             self.note_rank(group, adapter, config and config.rank([sight.name, *landing.sites]))
-        if self.control and adapter.algorithm == "lora" and wider(adapter, known):
+        if self.control and adapter.algorithm == "lora" and can_widen_model_input(adapter, known):
             adapter = replace(adapter, options={**adapter.options, "reshape": True})
-        parts = divide(adapter, landing, self.shapes)
+        parts = split_fused_adapter(adapter, landing, self.shapes)
         for site, part in parts.items():
             key = f"{landing.component}.{site}"
-            algorithm_of(part.algorithm).check(outlined(part), self.shapes.get(key))
+            find_algorithm(part.algorithm).check(to_meta_adapter(part), self.shapes.get(key))
         self.put(group, landing.component, parts, unused)
         if name == adapter.algorithm == "lora":
-            self.wholes.append(Whole(group.module, landing, adapter))
+            self.wholes.append(UndividedLora(group.module, landing, adapter))
 
-    def on_its_weight(self, group: Group, landing: Landing, stated: float | None) -> SiteAdapter:
+    def read_tlora(self, group: TensorGroup, landing: SiteTarget, stated: float | None) -> SiteAdapter:
         """A T-LoRA as the LoRA that it is on the model's weight, scale included; raises AdapterError without that."""
-        base = self.base_of(landing)
+        base = self.read_base_weight(landing)
         rank = (group.shape("q_layer") or (1,))[0]
-        alpha = None if stated is None or base is None else meant_alpha(stated, rank, self.answers)
-        adapter = baked(group, self.shelf, alpha, base)
+        alpha = None if stated is None or base is None else interpret_stored_alpha(stated, rank, self.answers)
+        adapter = read_tlora_as_lora(group, self.shelf, alpha, base)
         self.count_scale("" if stated is None else "alpha tensors", group)
         message = (
             "a T-LoRA was turned into a LoRA of twice its rank, taking it that training began at the largest singular "
@@ -205,7 +221,7 @@ class Reader:
         self.notes.add(Level.NOTE, "ADAPTER-TLORA-PRINCIPAL", group.module, message, evidence, remedy)
         return adapter
 
-    def base_of(self, landing: Landing) -> Tensor | None:
+    def read_base_weight(self, landing: SiteTarget) -> Tensor | None:
         """The model's weight as the file's module has it, all of its parts; None where it is not at hand."""
         found = [self.weight_of(f"{landing.component}.{site}") for site in landing.sites] if self.weight_of else []
         weights = [weight for weight in found if weight is not None]
@@ -214,13 +230,15 @@ class Reader:
         whole = weights[0] if len(weights) == 1 else torch.cat(weights)
         return torch.cat(whole.chunk(2)[::-1]) if landing.swapped else whole
 
-    def count_scale(self, source: str, group: Group) -> None:
+    def count_scale(self, source: str, group: TensorGroup) -> None:
         """Count a module by the place that stated its scale, "" for none."""
         self.sources[source] += 1
         if not source:
             self.unstated |= group.dialects()
 
-    def turned_within(self, adapter: SiteAdapter, group: Group, sight: Sight, alpha: float | None) -> SiteAdapter:
+    def constrain_adapter(
+        self, adapter: SiteAdapter, group: TensorGroup, sight: ParsedName, alpha: float | None
+    ) -> SiteAdapter:
         """A rotation with the constraint that its alpha is; raises AdapterError for one that is no bound."""
         kohya = sight.prefix.startswith("oft_")
         if alpha is not None and not (math.isfinite(alpha) and alpha >= 0):
@@ -235,11 +253,11 @@ class Reader:
                 "alpha is 0: in kohya's program such an OFT turns nothing; here it is read as without a constraint"
             )
             self.notes.add(Level.WARNING, "ADAPTER-OFT-ALPHA", group.module, message, {"alpha": 0.0})
-        return constrained(adapter, None if group.roles & {"rotation"} else alpha, kohya=kohya)
+        return constrain_rotation(adapter, None if group.roles & {"rotation"} else alpha, kohya=kohya)
 
-    def note_full_lokr(self, group: Group, alpha: float) -> None:
+    def note_full_lokr(self, group: TensorGroup, alpha: float) -> None:
         """Say that alpha is left out where both factors of a LoKr are full, and what it might have meant."""
-        evidence = {"alpha": alpha, "scale": 1.0, **candidates(self.file.metadata, alpha)}
+        evidence = {"alpha": alpha, "scale": 1.0, **compute_candidate_scale(self.file.metadata, alpha)}
         doubtful = evidence.get("candidate scale", 1.0) != 1.0
         message = (
             "both factors of these LoKr are full: there is no rank that alpha could be divided by, so the scale is 1"
@@ -248,18 +266,20 @@ class Reader:
         level = Level.WARNING if doubtful else Level.NOTE
         self.notes.add(level, "ADAPTER-LOKR-ALPHA", group.module, message, evidence, remedy if doubtful else "")
 
-    def note_rank(self, group: Group, adapter: SiteAdapter, stated: float | None) -> None:
+    def note_rank(self, group: TensorGroup, adapter: SiteAdapter, stated: float | None) -> None:
         """Warn where a configuration states another rank than the tensors have, which are believed."""
-        rank = algorithm_of(adapter.algorithm).rank(adapter)
+        rank = find_algorithm(adapter.algorithm).rank(adapter)
         if stated is not None and rank is not None and stated != rank:
             message = f"the configuration says rank {stated:g}, the tensors have {rank}: the tensors are believed"
             self.notes.add(Level.WARNING, "ADAPTER-RANK", group.module, message, {"stated": stated, "rank": rank})
 
-    def put(self, group: Group, component: str, parts: Mapping[str, SiteAdapter], unused: str) -> None:
+    def put(self, group: TensorGroup, component: str, parts: Mapping[str, SiteAdapter], unused: str) -> None:
         """Enter a module's adapters by site; raises AdapterError where another module of the file is there already."""
         keyed = {f"{component}.{site}": part for site, part in parts.items()}
         taken = [key for key in keyed if key in self.sites]
-        if taken and all(key in self.sites and alike(self.sites[key], part) for key, part in keyed.items()):
+        if taken and all(
+            key in self.sites and is_same_site_adapter(self.sites[key], part) for key, part in keyed.items()
+        ):
             return self.write(group.keys, "explained", why=f"the same as what {taken[0]} has already")
         if taken:
             raise AdapterError(
@@ -273,16 +293,16 @@ class Reader:
         self.write(group.keys, "applied", site=", ".join(keyed))
         for role, member in group.members.items():
             explained = unused if role == "alpha" else ""
-            self.ledger[member.key] = LedgerLine(
+            self.ledger[member.key] = TensorRecord(
                 member.key, "explained" if explained else "applied", ", ".join(keyed), role, explained
             )
         return None
 
-    def write(self, keys: list[str], fate: Fate, *, site: str = "", why: str = "") -> None:
+    def write(self, keys: list[str], fate: TensorStatus, *, site: str = "", why: str = "") -> None:
         """Account for some keys."""
-        self.ledger.update({key: LedgerLine(key, fate, site, "", why) for key in keys})
+        self.ledger.update({key: TensorRecord(key, fate, site, "", why) for key in keys})
 
-    def account_for_the_rest(self, gathered: Gathered) -> None:
+    def account_for_other_keys(self, gathered: GroupedKeys) -> None:
         """Account for the keys that are of no module."""
         self.write(list(gathered.embeddings), "explained", why="a learned token embedding, kept")
         for key, why in gathered.explained.items():
@@ -293,20 +313,25 @@ class Reader:
             remedy = "If the file is good otherwise, convert or merge it without them: --allow-unmatched."
             self.notes.add(Level.ERROR, "ADAPTER-UNKNOWN-KEYS", key, message, {}, remedy)
 
-    def note_names(self, case: Case, gathered: Gathered, spelling: str, spelled: int) -> None:
+    def note_names(self, case: FamilyMatch, gathered: GroupedKeys, spelling: str, spelled: int) -> None:
         """Say which modules are unknown, component by component, what was stripped, and whether spellings are mixed."""
         behind = Counter(case.sights[group.module].prefix for group in gathered.groups)
-        lost = [group.module for group in gathered.groups if {self.ledger[key].why for key in group.keys} & NOT_FOUND]
+        lost = [
+            group.module
+            for group in gathered.groups
+            if {self.ledger[key].why for key in group.keys} & _NOT_FOUND_REASONS
+        ]
         missing = Counter(case.sights[module].prefix for module in lost if not case.sights[module].container)
         for module in lost:
             prefix = case.sights[module].prefix
             if case.sights[module].container:
-                message = f"a container of modules in {title_of(case)}, which has no weight of its own to adapt"
+                message = f"a container of modules in {get_match_title(case)}, which has no weight of its own to adapt"
                 remedy = "A name was cut short when it was saved: export it again, or leave it out: --allow-unmatched."
                 self.notes.add(Level.ERROR, "ADAPTER-CONTAINER", module, message, {}, remedy)
                 continue
             message = (
-                f"{missing[prefix]} of {behind[prefix]} modules {behind_prefix(prefix)} are none of {title_of(case)}"
+                f"{missing[prefix]} of {behind[prefix]} modules {describe_prefix_place(prefix)} are none of "
+                f"{get_match_title(case)}"
             )
             remedy = "Name the model that it was made for, or a checkpoint, for its own modules: --model."
             self.notes.add(Level.ERROR, "ADAPTER-UNMATCHED", module, message, {}, remedy)
@@ -323,29 +348,29 @@ class Reader:
             self.notes.add(Level.NOTE, "ADAPTER-MIXED-SPELLING", spelling, message, {})
 
 
-NOT_FOUND = {"a container, not a module", "no such module"}
+_NOT_FOUND_REASONS = {"a container, not a module", "no such module"}
 
 
-def behind_prefix(prefix: str) -> str:
+def describe_prefix_place(prefix: str) -> str:
     """Words for where modules stand in a file."""
     return f"behind {prefix!r}" if prefix else "without a known prefix"
 
 
-def wider(adapter: SiteAdapter, known: Shape | None) -> bool:
+def can_widen_model_input(adapter: SiteAdapter, known: Shape | None) -> bool:
     """Whether a control adapter's weight may have more inputs than the model's: yes where that is unknown."""
     return known is None or adapter.tensors["down"].shape[1] > known[1]
 
 
-def alike(one: SiteAdapter, other: SiteAdapter) -> bool:
+def is_same_site_adapter(one: SiteAdapter, other: SiteAdapter) -> bool:
     """Whether two adapters are the same to the bit."""
     if replace(one, tensors={}, magnitude=None) != replace(other, tensors={}, magnitude=None):
         return False
     first: dict[str, Tensor] = {**one.tensors, **({"": one.magnitude.tensor} if one.magnitude else {})}
     second: dict[str, Tensor] = {**other.tensors, **({"": other.magnitude.tensor} if other.magnitude else {})}
-    return first.keys() == second.keys() and all(same(first[role], second[role]) for role in first)
+    return first.keys() == second.keys() and all(is_same_tensor(first[role], second[role]) for role in first)
 
 
-def for_inpainting(error: AdapterError) -> AdapterError:
+def explain_inpainting_mismatch(error: AdapterError) -> AdapterError:
     """The same error; where a convolution of 4 inputs meets one of 9, or the reverse, with what that means."""
     shapes = [error.evidence.get(which) for which in ("adapter", "model")]
     if error.code == "ADAPTER-DOES-NOT-FIT" and all(isinstance(s, list) and len(s) == 4 for s in shapes):
@@ -356,7 +381,7 @@ def for_inpainting(error: AdapterError) -> AdapterError:
     return error
 
 
-def demand_adapter(file: TensorFile, gathered: Gathered) -> None:
+def require_adapter_file(file: TensorFile, gathered: GroupedKeys) -> None:
     """Raise AdapterError for a file that holds no adapter at all, and say where it is a model."""
     if any(group.roles - {"weight", "alpha"} or "on_input" in group.roles for group in gathered.groups):
         return

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Literal
 
 from finitune.models.sites import ComponentSites
-from finitune.namings.suffixes import Dialect
+from finitune.namings.suffixes import SuffixDialect
 
-Names = Literal["diffusers", "original", "kohya"]
-Side = Literal["denoiser", "text", "any"]
+NamingStyle = Literal["diffusers", "original", "kohya"]
+PrefixSide = Literal["denoiser", "text", "any"]
 
-DENOISER = "unet"
+_KOHYA_DENOISER_ROLE = "unet"
 """kohya's role of whatever removes the noise."""
 
 
 @dataclass(frozen=True)
-class Prefix:
+class KeyPrefix:
     """What stands before the modules of a component.
 
     It may hold "{role}" (kohya's names of the component), "{component}" (diffusers') or "{comfy}" (ComfyUI's); and
@@ -29,11 +29,11 @@ class Prefix:
     """
 
     template: str
-    side: Side = "any"
+    side: PrefixSide = "any"
 
     def texts(self, component: ComponentSites) -> tuple[str, ...]:
         """All that it may be for a component, the one that we write first; nothing where it cannot name it."""
-        is_denoiser = DENOISER in component.roles
+        is_denoiser = _KOHYA_DENOISER_ROLE in component.roles
         if self.side != "any" and (self.side == "denoiser") != is_denoiser:
             return ()
         if "{comfy}" in self.template and not component.comfy:
@@ -44,7 +44,7 @@ class Prefix:
 
 
 @dataclass(frozen=True)
-class Spelling:
+class AdapterSpelling:
     """One way to spell adapter files.
 
     `prefixes`: a component has the first one that can name it. `dialects`: how roles are spelled, in order of
@@ -55,9 +55,9 @@ class Spelling:
 
     name: str
     title: str
-    prefixes: tuple[Prefix, ...]
-    dialects: tuple[Dialect, ...]
-    names: Names
+    prefixes: tuple[KeyPrefix, ...]
+    dialects: tuple[SuffixDialect, ...]
+    names: NamingStyle
     flat: bool = False
     alpha: Literal["tensor", "metadata", "nowhere"] = "tensor"
     software: str = ""
@@ -75,44 +75,91 @@ class Spelling:
         return component.kohya_native if self.names == "kohya" else self.names == "original"
 
 
-BARE = Prefix("")
-PEFT_WRAPPER = Prefix("base_model.model.")
-COMPONENT = Prefix("{component}.")
-COMFY_TEXT = Prefix("text_encoders.{comfy}.transformer.", "text")
+_BARE_PREFIX = KeyPrefix("")
+_PEFT_PREFIX = KeyPrefix("base_model.model.")
+_COMPONENT_PREFIX = KeyPrefix("{component}.")
+_COMFY_TEXT_PREFIX = KeyPrefix("text_encoders.{comfy}.transformer.", "text")
 
-SPELLINGS: tuple[Spelling, ...] = (
-    Spelling("kohya", "kohya / LyCORIS", (Prefix("lora_{role}_"),), ("kohya",), "kohya", flat=True),
-    Spelling("onetrainer", "OneTrainer", (Prefix("lora_transformer_", "denoiser"), Prefix("lora_{role}_", "text")),
-             ("kohya", "peft"), "diffusers", flat=True),
-    Spelling("lycoris", "LyCORIS, generic", (Prefix("lycoris_"),), ("kohya",), "kohya", flat=True),
-    Spelling("videox-fun", "VideoX-Fun", (Prefix("lora_{role}__"),), ("kohya",), "kohya", flat=True),
-    Spelling("kohya-oft", "kohya OFT", (Prefix("oft_{role}_"),), ("kohya",), "kohya", flat=True),
-    Spelling("cascade", "OneTrainer, Stable Cascade", (Prefix("lora_prior_{role}_"),), ("kohya",), "kohya", flat=True),
-    Spelling("diffusers", "diffusers (PEFT)", (COMPONENT,), ("peft", "genmo"), "diffusers", alpha="metadata"),
-    Spelling("ai-toolkit", "ai-toolkit", (Prefix("diffusion_model.", "denoiser"), COMPONENT),
-             ("peft", "ai-toolkit", "kohya"), "original", alpha="nowhere", software="ai-toolkit"),
-    Spelling("comfy", "ComfyUI (dotted)", (Prefix("diffusion_model.", "denoiser"), COMFY_TEXT),
-             ("peft", "kohya", "comfy", "genmo"), "original"),
-    Spelling("omi", "OMI", (Prefix("{component}.", "denoiser"), Prefix("{comfy}.", "text"), Prefix("t5.", "text")),
-             ("kohya",), "original"),
-    Spelling("diffusers-old", "diffusers, before PEFT", (COMPONENT, BARE), ("diffusers-old",), "diffusers",
-             alpha="nowhere"),
-    Spelling("peft", "PEFT", (PEFT_WRAPPER,), ("peft",), "diffusers", alpha="metadata"),
-    Spelling("fal", "fal (PEFT over original names)", (PEFT_WRAPPER,), ("peft",), "original", alpha="metadata"),
-    Spelling("xlabs", "XLabs", (BARE,), ("xlabs",), "original", alpha="nowhere"),
-    Spelling("diffusers-bare", "diffusers names, no prefix", (BARE,), ("kohya", "peft", "genmo"), "diffusers"),
-    Spelling("original-bare", "original names, no prefix", (BARE,), ("kohya", "peft", "genmo"), "original"),
-    Spelling("bfl-control", "Black Forest Labs control", (BARE,), ("peft", "bfl"), "original", alpha="nowhere"),
-    Spelling("diffusers-dotted", "diffusers names, kohya suffixes", (COMPONENT,), ("kohya", "peft"), "diffusers"),
-    Spelling("cloneofsimo", "cloneofsimo, the oldest of all", (COMPONENT,), ("cloneofsimo",), "diffusers",
-             alpha="nowhere"),
-)  # fmt: skip
+SPELLINGS: tuple[AdapterSpelling, ...] = (
+    AdapterSpelling("kohya", "kohya / LyCORIS", (KeyPrefix("lora_{role}_"),), ("kohya",), "kohya", flat=True),
+    AdapterSpelling(
+        "onetrainer",
+        "OneTrainer",
+        (KeyPrefix("lora_transformer_", "denoiser"), KeyPrefix("lora_{role}_", "text")),
+        ("kohya", "peft"),
+        "diffusers",
+        flat=True,
+    ),
+    AdapterSpelling("lycoris", "LyCORIS, generic", (KeyPrefix("lycoris_"),), ("kohya",), "kohya", flat=True),
+    AdapterSpelling("videox-fun", "VideoX-Fun", (KeyPrefix("lora_{role}__"),), ("kohya",), "kohya", flat=True),
+    AdapterSpelling("kohya-oft", "kohya OFT", (KeyPrefix("oft_{role}_"),), ("kohya",), "kohya", flat=True),
+    AdapterSpelling(
+        "cascade", "OneTrainer, Stable Cascade", (KeyPrefix("lora_prior_{role}_"),), ("kohya",), "kohya", flat=True
+    ),
+    AdapterSpelling(
+        "diffusers", "diffusers (PEFT)", (_COMPONENT_PREFIX,), ("peft", "genmo"), "diffusers", alpha="metadata"
+    ),
+    AdapterSpelling(
+        "ai-toolkit",
+        "ai-toolkit",
+        (KeyPrefix("diffusion_model.", "denoiser"), _COMPONENT_PREFIX),
+        ("peft", "ai-toolkit", "kohya"),
+        "original",
+        alpha="nowhere",
+        software="ai-toolkit",
+    ),
+    AdapterSpelling(
+        "comfy",
+        "ComfyUI (dotted)",
+        (KeyPrefix("diffusion_model.", "denoiser"), _COMFY_TEXT_PREFIX),
+        ("peft", "kohya", "comfy", "genmo"),
+        "original",
+    ),
+    AdapterSpelling(
+        "omi",
+        "OMI",
+        (KeyPrefix("{component}.", "denoiser"), KeyPrefix("{comfy}.", "text"), KeyPrefix("t5.", "text")),
+        ("kohya",),
+        "original",
+    ),
+    AdapterSpelling(
+        "diffusers-old",
+        "diffusers, before PEFT",
+        (_COMPONENT_PREFIX, _BARE_PREFIX),
+        ("diffusers-old",),
+        "diffusers",
+        alpha="nowhere",
+    ),
+    AdapterSpelling("peft", "PEFT", (_PEFT_PREFIX,), ("peft",), "diffusers", alpha="metadata"),
+    AdapterSpelling("fal", "fal (PEFT over original names)", (_PEFT_PREFIX,), ("peft",), "original", alpha="metadata"),
+    AdapterSpelling("xlabs", "XLabs", (_BARE_PREFIX,), ("xlabs",), "original", alpha="nowhere"),
+    AdapterSpelling(
+        "diffusers-bare", "diffusers names, no prefix", (_BARE_PREFIX,), ("kohya", "peft", "genmo"), "diffusers"
+    ),
+    AdapterSpelling(
+        "original-bare", "original names, no prefix", (_BARE_PREFIX,), ("kohya", "peft", "genmo"), "original"
+    ),
+    AdapterSpelling(
+        "bfl-control", "Black Forest Labs control", (_BARE_PREFIX,), ("peft", "bfl"), "original", alpha="nowhere"
+    ),
+    AdapterSpelling(
+        "diffusers-dotted", "diffusers names, kohya suffixes", (_COMPONENT_PREFIX,), ("kohya", "peft"), "diffusers"
+    ),
+    AdapterSpelling(
+        "cloneofsimo",
+        "cloneofsimo, the oldest of all",
+        (_COMPONENT_PREFIX,),
+        ("cloneofsimo",),
+        "diffusers",
+        alpha="nowhere",
+    ),
+)
 """In the order in which they are preferred where a file fits several."""
 
-WRAPPERS = ("base_model.model.", "module.", "_orig_mod.", "model.diffusion_model.", "model.")
+WRAPPER_PREFIXES = ("base_model.model.", "module.", "_orig_mod.", "model.diffusion_model.", "model.")
 """What wrapping a model puts before the names of its modules: PEFT, data parallel, torch.compile, whole checkpoints."""
 
 
-def spelling_of(name: str) -> Spelling:
+def get_spelling(name: str) -> AdapterSpelling:
     """The spelling of a name; raises KeyError for one that is not of SPELLINGS."""
     return {spelling.name: spelling for spelling in SPELLINGS}[name]

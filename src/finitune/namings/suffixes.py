@@ -23,11 +23,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Dialect = Literal["kohya", "peft", "genmo", "diffusers-old", "xlabs", "ai-toolkit", "comfy", "bfl", "cloneofsimo"]
+SuffixDialect = Literal["kohya", "peft", "genmo", "diffusers-old", "xlabs", "ai-toolkit", "comfy", "bfl", "cloneofsimo"]
 
 
 @dataclass(frozen=True)
-class Suffix:
+class KeySuffix:
     """One way to spell a role: the `text` behind the module's name, with its dot.
 
     `algorithms` may have the role, all where empty. `inner` ends the module's name where the key leaves that out
@@ -38,7 +38,7 @@ class Suffix:
     text: str
     role: str
     algorithms: tuple[str, ...]
-    dialects: tuple[Dialect, ...]
+    dialects: tuple[SuffixDialect, ...]
     inner: str = ""
     named: bool = False
     written: bool = True
@@ -59,103 +59,107 @@ class Suffix:
         return (found["name"] or "").removeprefix(".") if found else ""
 
 
-def factors(algorithm: str, stem: str, *roles: str) -> Iterator[Suffix]:
+def make_shared_suffixes(algorithm: str, stem: str, *roles: str) -> Iterator[KeySuffix]:
     """Roles that kohya's programs and PEFT spell alike, behind a stem."""
     for role in roles:
-        yield Suffix(f".{stem}_{role}", role, (algorithm,), ("kohya", "peft"), named=True)
+        yield KeySuffix(f".{stem}_{role}", role, (algorithm,), ("kohya", "peft"), named=True)
 
 
-def low_rank(down: str, up: str, dialect: Dialect, inner: str = "", named: bool = False) -> Iterator[Suffix]:
+def make_lora_suffixes(
+    down: str, up: str, dialect: SuffixDialect, inner: str = "", named: bool = False
+) -> Iterator[KeySuffix]:
     """The two matrices of a LoRA."""
-    yield Suffix(down, "down", ("lora",), (dialect,), inner, named)
-    yield Suffix(up, "up", ("lora",), (dialect,), inner, named)
+    yield KeySuffix(down, "down", ("lora",), (dialect,), inner, named)
+    yield KeySuffix(up, "up", ("lora",), (dialect,), inner, named)
 
 
-def processor(word: str, inner: str, dialect: Dialect) -> Iterator[Suffix]:
+def make_processor_suffixes(word: str, inner: str, dialect: SuffixDialect) -> Iterator[KeySuffix]:
     """LoRA in an attention processor, which knows its attention's layers by words of its own."""
-    yield from low_rank(f".{word}.down.weight", f".{word}.up.weight", dialect, inner)
+    yield from make_lora_suffixes(f".{word}.down.weight", f".{word}.up.weight", dialect, inner)
 
 
-SUFFIXES: tuple[Suffix, ...] = (
-    *low_rank(".lora_down.weight", ".lora_up.weight", "kohya"),
-    Suffix(".lora_mid.weight", "mid", ("lora",), ("kohya",)),
-    Suffix(".lora_up.bias", "up_bias", ("lora",), ("kohya",), written=False),
-    Suffix(".alpha", "alpha", (), ("kohya",)),
-    Suffix(".dora_scale", "magnitude", (), ("kohya",)),
-    Suffix(".scalar", "scalar", (), ("kohya",)),
-    *factors("loha", "hada", "w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"),
-    *factors("lokr", "lokr", "w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2"),
-    *(Suffix(f".{role}.weight", role, ("glora",), ("kohya",)) for role in ("a1", "a2", "b1", "b2")),
-    Suffix(".diff", "diff", ("full",), ("kohya",)),
-    Suffix(".diff_b", "diff_b", (), ("kohya",)),
-    *(Suffix(f".{role}", role, ("norm",), ("kohya",)) for role in ("w_norm", "b_norm")),
-    Suffix(".weight", "weight", ("ia3",), ("kohya",)),
-    Suffix(".on_input", "on_input", ("ia3",), ("kohya",)),
-    Suffix(".oft_blocks", "blocks", ("oft", "boft"), ("kohya",)),
-    Suffix(".oft_diag", "rotation", ("oft",), ("kohya",)),
-    Suffix(".rescale", "rescale", ("oft", "boft"), ("kohya",)),
-    *(Suffix(f".bias_{part}", f"residual_{part}", ("lora",), ("kohya",)) for part in ("indices", "values", "size")),
-    *(Suffix(f".{role}.weight", role, ("tlora",), ("kohya",)) for role in ("q_layer", "p_layer")),
-    Suffix(".lambda_layer", "lambda_layer", ("tlora",), ("kohya",)),
-    *low_rank(".lora_A.weight", ".lora_B.weight", "peft", named=True),
-    Suffix(".lora_B.bias", "up_bias", ("lora",), ("peft",), named=True),
-    Suffix(".lora_magnitude_vector.weight", "magnitude", (), ("peft",), named=True),
-    Suffix(".lora_magnitude_vector", "magnitude", (), ("peft",), named=True),
-    Suffix(".lora_embedding_A", "embedding_down", ("lora",), ("peft",), named=True),
-    Suffix(".lora_embedding_B", "embedding_up", ("lora",), ("peft",), named=True),
-    Suffix(".oft_R.weight", "packed", ("oft_v2",), ("peft",), named=True),
-    Suffix(".oft_R.scaled_oft", "scaled", ("oft_v2",), ("peft",), named=True),
-    Suffix(".ia3_l", "factor", ("ia3",), ("peft",), named=True),
-    *low_rank(".lora_A", ".lora_B", "genmo"),
-    Suffix(".magnitude", "magnitude", (), ("ai-toolkit",)),
-    *low_rank("_lora.down.weight", "_lora.up.weight", "diffusers-old"),
-    *low_rank(".lora.down.weight", ".lora.up.weight", "diffusers-old"),
-    *low_rank(".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight", "diffusers-old"),
+ADAPTER_SUFFIXES: tuple[KeySuffix, ...] = (
+    *make_lora_suffixes(".lora_down.weight", ".lora_up.weight", "kohya"),
+    KeySuffix(".lora_mid.weight", "mid", ("lora",), ("kohya",)),
+    KeySuffix(".lora_up.bias", "up_bias", ("lora",), ("kohya",), written=False),
+    KeySuffix(".alpha", "alpha", (), ("kohya",)),
+    KeySuffix(".dora_scale", "magnitude", (), ("kohya",)),
+    KeySuffix(".scalar", "scalar", (), ("kohya",)),
+    *make_shared_suffixes("loha", "hada", "w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2"),
+    *make_shared_suffixes("lokr", "lokr", "w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2"),
+    *(KeySuffix(f".{role}.weight", role, ("glora",), ("kohya",)) for role in ("a1", "a2", "b1", "b2")),
+    KeySuffix(".diff", "diff", ("full",), ("kohya",)),
+    KeySuffix(".diff_b", "diff_b", (), ("kohya",)),
+    *(KeySuffix(f".{role}", role, ("norm",), ("kohya",)) for role in ("w_norm", "b_norm")),
+    KeySuffix(".weight", "weight", ("ia3",), ("kohya",)),
+    KeySuffix(".on_input", "on_input", ("ia3",), ("kohya",)),
+    KeySuffix(".oft_blocks", "blocks", ("oft", "boft"), ("kohya",)),
+    KeySuffix(".oft_diag", "rotation", ("oft",), ("kohya",)),
+    KeySuffix(".rescale", "rescale", ("oft", "boft"), ("kohya",)),
+    *(KeySuffix(f".bias_{part}", f"residual_{part}", ("lora",), ("kohya",)) for part in ("indices", "values", "size")),
+    *(KeySuffix(f".{role}.weight", role, ("tlora",), ("kohya",)) for role in ("q_layer", "p_layer")),
+    KeySuffix(".lambda_layer", "lambda_layer", ("tlora",), ("kohya",)),
+    *make_lora_suffixes(".lora_A.weight", ".lora_B.weight", "peft", named=True),
+    KeySuffix(".lora_B.bias", "up_bias", ("lora",), ("peft",), named=True),
+    KeySuffix(".lora_magnitude_vector.weight", "magnitude", (), ("peft",), named=True),
+    KeySuffix(".lora_magnitude_vector", "magnitude", (), ("peft",), named=True),
+    KeySuffix(".lora_embedding_A", "embedding_down", ("lora",), ("peft",), named=True),
+    KeySuffix(".lora_embedding_B", "embedding_up", ("lora",), ("peft",), named=True),
+    KeySuffix(".oft_R.weight", "packed", ("oft_v2",), ("peft",), named=True),
+    KeySuffix(".oft_R.scaled_oft", "scaled", ("oft_v2",), ("peft",), named=True),
+    KeySuffix(".ia3_l", "factor", ("ia3",), ("peft",), named=True),
+    *make_lora_suffixes(".lora_A", ".lora_B", "genmo"),
+    KeySuffix(".magnitude", "magnitude", (), ("ai-toolkit",)),
+    *make_lora_suffixes("_lora.down.weight", "_lora.up.weight", "diffusers-old"),
+    *make_lora_suffixes(".lora.down.weight", ".lora.up.weight", "diffusers-old"),
+    *make_lora_suffixes(".lora_linear_layer.down.weight", ".lora_linear_layer.up.weight", "diffusers-old"),
     *(
         suffix
         for word in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-        for suffix in processor(f"processor.{word}_lora", f".{word}", "diffusers-old")
+        for suffix in make_processor_suffixes(f"processor.{word}_lora", f".{word}", "diffusers-old")
     ),
-    *processor("processor.to_out_lora", ".to_out.0", "diffusers-old"),
-    *processor("to_out_lora", ".to_out.0", "diffusers-old"),
-    *processor("processor.qkv_lora1", ".img_attn.qkv", "xlabs"),
-    *processor("processor.qkv_lora2", ".txt_attn.qkv", "xlabs"),
-    *processor("processor.proj_lora1", ".img_attn.proj", "xlabs"),
-    *processor("processor.proj_lora2", ".txt_attn.proj", "xlabs"),
-    *processor("processor.qkv_lora", ".linear1", "xlabs"),
-    *processor("processor.proj_lora", ".linear2", "xlabs"),
-    *low_rank(":down", ":up", "cloneofsimo"),
-    Suffix(".set_weight", "weight", ("set",), ("comfy",)),
-    Suffix(".reshape_weight", "reshape", (), ("comfy",)),
-    Suffix(".scale", "weight", ("set",), ("bfl",)),
+    *make_processor_suffixes("processor.to_out_lora", ".to_out.0", "diffusers-old"),
+    *make_processor_suffixes("to_out_lora", ".to_out.0", "diffusers-old"),
+    *make_processor_suffixes("processor.qkv_lora1", ".img_attn.qkv", "xlabs"),
+    *make_processor_suffixes("processor.qkv_lora2", ".txt_attn.qkv", "xlabs"),
+    *make_processor_suffixes("processor.proj_lora1", ".img_attn.proj", "xlabs"),
+    *make_processor_suffixes("processor.proj_lora2", ".txt_attn.proj", "xlabs"),
+    *make_processor_suffixes("processor.qkv_lora", ".linear1", "xlabs"),
+    *make_processor_suffixes("processor.proj_lora", ".linear2", "xlabs"),
+    *make_lora_suffixes(":down", ":up", "cloneofsimo"),
+    KeySuffix(".set_weight", "weight", ("set",), ("comfy",)),
+    KeySuffix(".reshape_weight", "reshape", (), ("comfy",)),
+    KeySuffix(".scale", "weight", ("set",), ("bfl",)),
 )
 
-LONGEST_FIRST = tuple(sorted(SUFFIXES, key=lambda suffix: -len(suffix.text)))
-PATTERN = re.compile("(.+?)(?:" + "|".join(f"({suffix.pattern()})" for suffix in LONGEST_FIRST) + ")", re.DOTALL)
+_SUFFIXES_BY_LENGTH = tuple(sorted(ADAPTER_SUFFIXES, key=lambda suffix: -len(suffix.text)))
+_SUFFIXED_KEY_PATTERN = re.compile(
+    "(.+?)(?:" + "|".join(f"({suffix.pattern()})" for suffix in _SUFFIXES_BY_LENGTH) + ")", re.DOTALL
+)
 
 
-def split(key: str) -> tuple[str, Suffix] | None:
+def split_adapter_key(key: str) -> tuple[str, KeySuffix] | None:
     """A key's module name and suffix, or None where no suffix of the table ends it.
 
     >>> module, suffix = split("blocks.0.attn.to_q.lora_A.default_0.weight")
     >>> module, suffix.role
     ('blocks.0.attn.to_q', 'down')
     """
-    found = PATTERN.fullmatch(key)
+    found = _SUFFIXED_KEY_PATTERN.fullmatch(key)
     if found is None or found.lastindex is None:
         return None
-    suffix = LONGEST_FIRST[found.lastindex - 2]
+    suffix = _SUFFIXES_BY_LENGTH[found.lastindex - 2]
     return found[1] + suffix.inner, suffix
 
 
-def suffix_of(role: str, algorithm: str, dialects: Sequence[str]) -> Suffix | None:
+def find_suffix(role: str, algorithm: str, dialects: Sequence[str]) -> KeySuffix | None:
     """How the first of `dialects` that can spells a role of an algorithm; None where none of them can.
 
     >>> suffix_of("down", "lora", ("peft", "kohya")).text
     '.lora_A.weight'
     """
     for dialect in dialects:
-        for suffix in SUFFIXES:
+        for suffix in ADAPTER_SUFFIXES:
             fits = suffix.written and (not suffix.algorithms or algorithm in suffix.algorithms)
             if suffix.role == role and fits and dialect in suffix.dialects and not suffix.inner:
                 return suffix

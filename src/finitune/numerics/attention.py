@@ -22,9 +22,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finitune.errors import NumericsError
-from finitune.numerics.exponents import Exponent, as_stored, narrowed, power_of_two, rescaled, scaled_half, total
-from finitune.numerics.formats import HALF
-from finitune.numerics.products import product
+from finitune.numerics.exponents import (
+    Exponent,
+    multiply_to_half,
+    power_of_two,
+    rescale_product,
+    scaled_half,
+    sum_exponents,
+    to_stored_value,
+)
+from finitune.numerics.formats import FP16
+from finitune.numerics.products import half_matmul
 
 _BLOCK_ELEMENTS = 2**25  # of fp32 logits held at once: 128 MiB
 # Logits of 2**30 * head size * 2**80 are still finite in fp32, and their softmax is a choice long before.
@@ -74,12 +82,12 @@ def reference_attention(
 ) -> Tensor:
     """The slow twin of `half_attention`: fp64 on the same rounded operands, written out; returns fp64."""
     qk_exponent = None if exponent is None else 0
-    q64, k64, v64 = as_stored(q, qk_exponent), as_stored(k, qk_exponent), as_stored(v, exponent)
+    q64, k64, v64 = to_stored_value(q, qk_exponent), to_stored_value(k, qk_exponent), to_stored_value(v, exponent)
     masking = Masking.of(mask, is_causal)
     logits = q64 @ k64.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
     allowed = ~masking.hidden(slice(0, q.shape[-2]), k.shape[-2], q.device).expand_as(logits)
     if mask is not None and mask.dtype != torch.bool:
-        logits = logits + mask.double().clamp(min=-HALF.overflow_at)
+        logits = logits + mask.double().clamp(min=-FP16.overflow_at)
     live = allowed.any(-1, keepdim=True)
     weights = torch.softmax(logits.masked_fill(~allowed & live, -math.inf), -1)
     return torch.where(live, weights, 0.0) @ v64
@@ -154,13 +162,13 @@ class _HalfAttention(torch.autograd.Function):
         ctx.save_for_backward(q16, k16, v16, masking.mask)
         ctx.exponents, ctx.is_causal, ctx.scale = (kq, kk, kv), masking.is_causal, scale
         ctx.dtypes = q.dtype, k.dtype, v.dtype
-        if q16.is_cuda and not isinstance(total((kq, kk)), Tensor):
+        if q16.is_cuda and not isinstance(sum_exponents((kq, kk)), Tensor):
             out = fused_attention(q16, k16, v16, masking, scale)
         else:
             out = blockwise_attention(_flat(q16, k16, v16, (kq, kk, kv)), masking, scale)
         if v.dtype == torch.float16 and not isinstance(kv, Tensor) and kv == 0:
             return out
-        return rescaled(out.float(), kv, dtype=v.dtype)
+        return rescale_product(out.float(), kv, dtype=v.dtype)
 
     @staticmethod
     @once_differentiable
@@ -195,16 +203,16 @@ def blockwise_attention(operands: _Operands, masking: Masking, scale: float) -> 
     out = q.new_empty((*q.shape[:2], v.shape[2]))
     for rows in operands.blocks():
         weights, sums = _exponentials(operands, masking, scale, rows)
-        out[:, rows] = product(weights.half(), v).div_(sums)
+        out[:, rows] = half_matmul(weights.half(), v).div_(sums)
     return out.view(*operands.lead, *out.shape[1:])
 
 
 def _exponentials(operands: _Operands, masking: Masking, scale: float, rows: slice) -> tuple[Tensor, Tensor]:
     """exp(logit - row's largest) in fp32 (B, rows, Lk), and its row sums; a dead row has zeros and, to divide by, 1."""
     q, k = operands.q[:, rows], operands.k
-    slope = total(operands.exponents[:2])
+    slope = sum_exponents(operands.exponents[:2])
     factor = power_of_two(slope.clamp(max=_STEEPEST)) * scale if isinstance(slope, Tensor) else 2.0**slope * scale
-    logits = product(q, k.transpose(1, 2)).mul_(factor)
+    logits = half_matmul(q, k.transpose(1, 2)).mul_(factor)
     masking.apply_(logits.view(*operands.lead, *logits.shape[1:]), rows)
     largest = logits.amax(-1, keepdim=True)
     weights = logits.sub_(largest.masked_fill_(largest == -math.inf, 0.0)).exp_()
@@ -223,14 +231,14 @@ def _backward_blocks(
     for rows in operands.blocks():
         weights, sums = _exponentials(operands, masking, scale, rows)
         weights.div_(sums)
-        lifted = narrowed(weights, 2.0**-_PROBABILITY_EXPONENT)
-        of_v += product(lifted.transpose(1, 2), grad16[:, rows])
-        of_weights = product(grad16[:, rows], v.transpose(1, 2))
+        lifted = multiply_to_half(weights, 2.0**-_PROBABILITY_EXPONENT)
+        of_v += half_matmul(lifted.transpose(1, 2), grad16[:, rows])
+        of_weights = half_matmul(grad16[:, rows], v.transpose(1, 2))
         of_weights -= (weights * of_weights).sum(-1, keepdim=True)
         of_logits, ks = scaled_half(weights.mul_(of_weights), None)
-        of_q[:, rows] = rescaled(product(of_logits, k), ks, kg, kv, kk)
-        of_k += rescaled(product(of_logits.transpose(1, 2), q[:, rows]), ks, kg, kv, kq)
-    return of_q.mul_(scale), of_k.mul_(scale), rescaled(of_v, kg, _PROBABILITY_EXPONENT)
+        of_q[:, rows] = rescale_product(half_matmul(of_logits, k), ks, kg, kv, kk)
+        of_k += rescale_product(half_matmul(of_logits.transpose(1, 2), q[:, rows]), ks, kg, kv, kq)
+    return of_q.mul_(scale), of_k.mul_(scale), rescale_product(of_v, kg, _PROBABILITY_EXPONENT)
 
 
 def _flat(q: Tensor, k: Tensor, v: Tensor, exponents: tuple[Exponent, Exponent, Exponent]) -> _Operands:
@@ -248,4 +256,4 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool,
 
 
 def _masked_out(mask: Tensor) -> Tensor:
-    return ~mask if mask.dtype == torch.bool else mask <= -HALF.overflow_at
+    return ~mask if mask.dtype == torch.bool else mask <= -FP16.overflow_at

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finitune.errors import NumericsError
-from finitune.numerics.exponents import Exponent, as_stored, rescaled, scaled_half, total
-from finitune.numerics.products import check_out_dtype, fitted
+from finitune.numerics.exponents import Exponent, rescale_product, scaled_half, sum_exponents, to_stored_value
+from finitune.numerics.products import check_out_dtype, fit_half_product
 
 Extent = int | Sequence[int]
 
 
-class Geometry(NamedTuple):
+class ConvGeometry(NamedTuple):
     """How a filter walks: an int, or one per spatial dimension, and the number of channel groups; torch's order."""
 
     stride: Extent = 1
@@ -31,7 +31,7 @@ class Geometry(NamedTuple):
     dilation: Extent = 1
     groups: int = 1
 
-    def over(self, rank: int) -> Geometry:
+    def over(self, rank: int) -> ConvGeometry:
         """The same with one int per spatial dimension; raises NumericsError for what is not 2-D or 3-D, or named."""
         if rank not in (2, 3):
             raise NumericsError(
@@ -51,17 +51,17 @@ class Geometry(NamedTuple):
             return (extent,) * rank if isinstance(extent, int) else tuple(extent)
 
         stride, padding, dilation = map(per_dimension, (self.stride, self.padding, self.dilation))
-        return Geometry(stride, padding, dilation, self.groups)
+        return ConvGeometry(stride, padding, dilation, self.groups)
 
 
-UNIT = Geometry()
+UNIT_GEOMETRY = ConvGeometry()
 
 
 def half_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    geometry: Geometry = UNIT,
+    geometry: ConvGeometry = UNIT_GEOMETRY,
     *,
     exponent: int | None = 0,
     out_dtype: torch.dtype = torch.float32,
@@ -82,16 +82,16 @@ def reference_conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    geometry: Geometry = UNIT,
+    geometry: ConvGeometry = UNIT_GEOMETRY,
     *,
     exponent: int | None = 0,
     out_dtype: torch.dtype = torch.float32,
     weight_exponent: int = 0,
 ) -> Tensor:
     """The slow twin of `half_conv`: fp64 on the same rounded operands, one rounding; fp64 all through if asked."""
-    stored = as_stored(weight, None) * 2.0**weight_exponent
+    stored = to_stored_value(weight, None) * 2.0**weight_exponent
     wide_bias = None if bias is None else bias.double()
-    return _convolution(as_stored(x, exponent), stored, wide_bias, geometry.over(weight.ndim - 2)).to(out_dtype)
+    return _convolution(to_stored_value(x, exponent), stored, wide_bias, geometry.over(weight.ndim - 2)).to(out_dtype)
 
 
 class _HalfConv(torch.autograd.Function):
@@ -101,7 +101,7 @@ class _HalfConv(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        geometry: Geometry,
+        geometry: ConvGeometry,
         exponent: int | None,
         out_dtype: torch.dtype,
         weight_exponent: int,
@@ -131,12 +131,12 @@ class _HalfConv(torch.autograd.Function):
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             grad16, kg = scaled_half(grad, None)
             if ctx.needs_input_grad[0]:
-                of_x = rescaled(
+                of_x = rescale_product(
                     _input_gradient(x_shape, weight16, grad16, ctx.geometry), kg, kw, weight_exponent, dtype=x_dtype
                 )
             if ctx.needs_input_grad[1]:
                 of_weight = _weight_gradient(x16.float(), weight_shape, grad16.float(), ctx.geometry)
-                of_weight = rescaled(of_weight, kg, kx, weight_exponent, dtype=weight_dtype)
+                of_weight = rescale_product(of_weight, kg, kx, weight_exponent, dtype=weight_dtype)
         if ctx.needs_input_grad[2]:
             of_bias = grad.sum((0, *range(2, grad.ndim)), dtype=torch.float32).to(bias_dtype)
         return of_x, of_weight, of_bias, None, None, None, None
@@ -146,14 +146,14 @@ def _conv_product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    geometry: Geometry,
+    geometry: ConvGeometry,
     exponents: tuple[Exponent, ...],
     dtype: torch.dtype,
 ) -> Tensor:
     def convolve(a: Tensor, b: Tensor) -> Tensor:
         return _convolution(a, b, None, geometry)
 
-    planned = not isinstance(total(exponents), Tensor)
+    planned = not isinstance(sum_exponents(exponents), Tensor)
     if not x.is_cuda:
         out = convolve(x.float(), weight.float())
     elif planned and dtype == torch.float16:
@@ -161,32 +161,32 @@ def _conv_product(
             return _convolution(x, weight, bias, geometry)
         out = convolve(x, weight).float()
     else:
-        out = fitted(convolve, x, weight, summed=tuple(range(1, weight.ndim)))
+        out = fit_half_product(convolve, x, weight, summed=tuple(range(1, weight.ndim)))
     per_channel = None if bias is None else bias.view(-1, *[1] * (weight.ndim - 2))
-    return rescaled(out, *exponents, bias=per_channel, dtype=dtype)
+    return rescale_product(out, *exponents, bias=per_channel, dtype=dtype)
 
 
-def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor | None, geometry: ConvGeometry) -> Tensor:
     convolve = F.conv2d if weight.ndim == 4 else F.conv3d
     return convolve(x, weight, bias, *geometry)
 
 
-def _input_gradient(x_shape: torch.Size, weight: Tensor, grad: Tensor, geometry: Geometry) -> Tensor:
+def _input_gradient(x_shape: torch.Size, weight: Tensor, grad: Tensor, geometry: ConvGeometry) -> Tensor:
     def spread(a: Tensor, b: Tensor) -> Tensor:
         return _convolution_backward(a, a.new_empty(1).expand(x_shape), b, geometry, (True, False, False))[0]
 
     if not grad.is_cuda:
         return spread(grad.float(), weight.float())
-    return fitted(spread, grad, weight, summed=(0, *range(2, weight.ndim)))
+    return fit_half_product(spread, grad, weight, summed=(0, *range(2, weight.ndim)))
 
 
-def _weight_gradient(x: Tensor, weight_shape: torch.Size, grad: Tensor, geometry: Geometry) -> Tensor:
+def _weight_gradient(x: Tensor, weight_shape: torch.Size, grad: Tensor, geometry: ConvGeometry) -> Tensor:
     weight = grad.new_empty(1).expand(weight_shape)
     return _convolution_backward(grad, x, weight, geometry, (False, True, False))[1]
 
 
 def _convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, geometry: Geometry, wanted: tuple[bool, bool, bool]
+    grad: Tensor, x: Tensor, weight: Tensor, geometry: ConvGeometry, wanted: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of input, weight and bias as `wanted`; an operand that only lends its shape may be an expanded one."""
     stride, padding, dilation, groups = geometry

@@ -22,13 +22,13 @@ from finitune.numerics.stats import amax
 
 Exponent = int | Tensor
 
-LIMIT = 2.0**15
+MAX_SCALED_MAGNITUDE = 2.0**15
 _LEAST, _MOST = -126, 127  # exponents of fp32's normal numbers
 _BIAS, _FRACTION_BITS = 127, 23
 
 
 @torch.no_grad()
-def scaled_half(x: Tensor, exponent: int | None, limit: float = LIMIT) -> tuple[Tensor, Exponent]:
+def scaled_half(x: Tensor, exponent: int | None, limit: float = MAX_SCALED_MAGNITUDE) -> tuple[Tensor, Exponent]:
     """fp16(x * 2**-k) of x's shape, and k: the given exponent, or with None the current one (0-d int32, on device).
 
     Current scaling brings the largest magnitude into [limit / 2, limit), for a `limit` of at most 2**15. An fp16 `x`
@@ -40,7 +40,7 @@ def scaled_half(x: Tensor, exponent: int | None, limit: float = LIMIT) -> tuple[
         return (x, 0) if x.dtype == torch.float16 else _currently_scaled(x, _ceiling(limit))
     if exponent == 0:
         return x.half(), 0
-    return narrowed(x, 2.0**-exponent), exponent
+    return multiply_to_half(x, 2.0**-exponent), exponent
 
 
 def current_exponent(magnitude: Tensor, ceiling: int = 15) -> Tensor:
@@ -57,7 +57,7 @@ def power_of_two(k: Tensor) -> Tensor:
     return ((k.clamp(_LEAST, _MOST) + _BIAS) << _FRACTION_BITS).view(torch.float32)
 
 
-def rescaled(
+def rescale_product(
     product: Tensor, *exponents: Exponent, bias: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """product * 2**(sum of exponents) + bias, rounded once to `dtype`; uses up the fp32 `product`."""
@@ -75,7 +75,7 @@ def rescaled(
     return product.to(dtype)
 
 
-def total(exponents: tuple[Exponent, ...]) -> Exponent:
+def sum_exponents(exponents: tuple[Exponent, ...]) -> Exponent:
     """The sum: an int where all are planned, else a 0-d int32 tensor; with ints of sum 0, that of the tensors alone."""
     planned = sum(k for k in exponents if not isinstance(k, Tensor))
     current = [k for k in exponents if isinstance(k, Tensor)]
@@ -85,7 +85,7 @@ def total(exponents: tuple[Exponent, ...]) -> Exponent:
     return summed + planned if planned else summed
 
 
-def as_stored(x: Tensor, exponent: int | None) -> Tensor:
+def to_stored_value(x: Tensor, exponent: int | None) -> Tensor:
     """The value, in fp64, that `scaled_half(x, exponent)` stands for; gradients pass straight through the rounding.
 
     For the slow twins: it reads the exponent on the host.
@@ -98,7 +98,7 @@ def as_stored(x: Tensor, exponent: int | None) -> Tensor:
 
 def _factors(exponents: tuple[Exponent, ...]) -> list[float | Tensor]:
     """2**(sum of exponents) as one factor where it surely fits fp32, else as two of about the same size."""
-    k = total(exponents)
+    k = sum_exponents(exponents)
     if not isinstance(k, Tensor):
         return [2.0**k] if _LEAST <= k <= _MOST else [2.0 ** (k // 2), 2.0 ** (k - k // 2)]
     if any(k is exponent for exponent in exponents):
@@ -109,21 +109,21 @@ def _factors(exponents: tuple[Exponent, ...]) -> list[float | Tensor]:
 
 def _currently_scaled(x: Tensor, ceiling: int) -> tuple[Tensor, Tensor]:
     k = current_exponent(amax(x), ceiling)
-    return narrowed(x, power_of_two(-k)), k
+    return multiply_to_half(x, power_of_two(-k)), k
 
 
-def narrowed(x: Tensor, factor: float | Tensor) -> Tensor:
+def multiply_to_half(x: Tensor, factor: float | Tensor) -> Tensor:
     """fp16(x * factor), multiplied in fp32 whatever x's dtype; one pass over memory for an fp32 x on a GPU."""
     wide = x if x.dtype == torch.float32 else x.float()
     return torch.mul(wide, factor, out=torch.empty_like(wide, dtype=torch.float16))
 
 
 def _ceiling(limit: float) -> int:
-    if not 0 < limit <= LIMIT:
+    if not 0 < limit <= MAX_SCALED_MAGNITUDE:
         raise NumericsError(
             f"Scaling to magnitudes of {limit} is impossible in fp16.",
             code="LIMIT-OUT-OF-RANGE",
-            evidence={"limit": limit, "allowed": LIMIT},
+            evidence={"limit": limit, "allowed": MAX_SCALED_MAGNITUDE},
             remedy="Give a limit above 0 and of at most 2**15.",
         )
     return math.frexp(limit)[1] - 1

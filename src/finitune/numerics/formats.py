@@ -11,7 +11,7 @@ from finitune.errors import NumericsError
 
 
 @dataclass(frozen=True)
-class Format:
+class FloatFormat:
     """A binary format: its largest number, least normal (`tiny`) and subnormal, and what first rounds to inf."""
 
     name: str
@@ -23,11 +23,11 @@ class Format:
     overflow_at: float
 
 
-def _format(name: str, dtype: torch.dtype, significand_bits: int) -> Format:
+def _format(name: str, dtype: torch.dtype, significand_bits: int) -> FloatFormat:
     info = torch.finfo(dtype)
     _, binade_end = math.frexp(info.max)
     half_ulp = math.ldexp(1.0, binade_end - significand_bits - 1)
-    return Format(
+    return FloatFormat(
         name=name,
         dtype=dtype,
         significand_bits=significand_bits,
@@ -38,14 +38,14 @@ def _format(name: str, dtype: torch.dtype, significand_bits: int) -> Format:
     )
 
 
-HALF = _format("fp16", torch.float16, 11)
-BFLOAT = _format("bf16", torch.bfloat16, 8)
-SINGLE = _format("fp32", torch.float32, 24)
+FP16 = _format("fp16", torch.float16, 11)
+BF16 = _format("bf16", torch.bfloat16, 8)
+FP32 = _format("fp32", torch.float32, 24)
 
 
-def format_of(dtype: torch.dtype) -> Format:
+def find_float_format(dtype: torch.dtype) -> FloatFormat:
     """The format of a dtype; raises NumericsError for one that is not fp16, bf16 or fp32."""
-    for known in (HALF, BFLOAT, SINGLE):
+    for known in (FP16, BF16, FP32):
         if known.dtype is dtype:
             return known
     raise NumericsError(
@@ -56,13 +56,13 @@ def format_of(dtype: torch.dtype) -> Format:
     )
 
 
-def headroom_bits(amax: float, fmt: Format = HALF) -> float:
+def headroom_bits(amax: float, fmt: FloatFormat = FP16) -> float:
     """How many doublings fit between `amax` and the format's largest number: log2(max / amax), inf for 0."""
     magnitude = _finite_magnitude(amax)
     return math.log2(fmt.max / magnitude) if magnitude else math.inf
 
 
-def exponent_for(amax: float, headroom_bits: float = 2, fmt: Format = HALF) -> int:
+def exponent_for(amax: float, headroom_bits: float = 2, fmt: FloatFormat = FP16) -> int:
     """Smallest k >= 0 with amax * 2**-k <= fmt.max * 2**-headroom_bits; raises NumericsError for a non-finite amax."""
     magnitude = _finite_magnitude(amax)
     limit = fmt.max * 2.0**-headroom_bits

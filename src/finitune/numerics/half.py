@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from finitune.numerics.conv import half_conv, reference_conv
-from finitune.numerics.exponents import as_stored, rescaled, scaled_half
-from finitune.numerics.products import check_out_dtype, linear_product, product
+from finitune.numerics.exponents import rescale_product, scaled_half, to_stored_value
+from finitune.numerics.products import check_out_dtype, half_matmul, linear_product
 
 __all__ = ["half_conv", "half_linear", "reference_conv", "reference_linear", "scaled_half"]
 
@@ -52,8 +52,8 @@ def reference_linear(
     weight_exponent: int = 0,
 ) -> Tensor:
     """The slow twin of `half_linear`: fp64 on the same rounded operands, one rounding; fp64 all through if asked."""
-    stored = as_stored(weight, None) * 2.0**weight_exponent
-    out = F.linear(as_stored(x, exponent), stored, None if bias is None else bias.double())
+    stored = to_stored_value(weight, None) * 2.0**weight_exponent
+    out = F.linear(to_stored_value(x, exponent), stored, None if bias is None else bias.double())
     return out.to(out_dtype)
 
 
@@ -97,7 +97,7 @@ class _HalfLinear(torch.autograd.Function):
                 of_x = of_x.view(ctx.input_shape)
             if ctx.needs_input_grad[1]:
                 # The stored weight w16 stands for w16 * 2**weight_exponent, so its gradient carries that factor.
-                of_weight = rescaled(product(grad16.t(), rows), kg, kx, weight_exponent, dtype=weight_dtype)
+                of_weight = rescale_product(half_matmul(grad16.t(), rows), kg, kx, weight_exponent, dtype=weight_dtype)
         if ctx.needs_input_grad[2]:
             of_bias = grad.sum(0, dtype=torch.float32).to(bias_dtype)
         return of_x, of_weight, of_bias, None, None, None

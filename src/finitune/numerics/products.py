@@ -20,18 +20,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finitune.errors import NumericsError
-from finitune.numerics.exponents import Exponent, current_exponent, narrowed, power_of_two, rescaled, total
+from finitune.numerics.exponents import (
+    Exponent,
+    current_exponent,
+    multiply_to_half,
+    power_of_two,
+    rescale_product,
+    sum_exponents,
+)
 from finitune.numerics.stats import amax
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def half_matmul(a: Tensor, b: Tensor) -> Tensor:
     """fp32 a @ b of fp16 matrices (M, K) and (K, N), or of batches of them; the sum never overflows on its way."""
     if not a.is_cuda:
         return a.float() @ b.float()
-    if writes_single(a.device):
+    if can_write_fp32_product(a.device):
         multiply = torch.mm if a.ndim == 2 else torch.bmm
         return multiply(a, b, out_dtype=torch.float32)
-    return fitted(torch.matmul, a, b, summed=(-2,))
+    return fit_half_product(torch.matmul, a, b, summed=(-2,))
 
 
 def linear_product(
@@ -41,13 +48,13 @@ def linear_product(
 
     On CUDA a planned exponent rides in the product's own epilogue, so that nothing is read or written twice.
     """
-    k = total(exponents)
+    k = sum_exponents(exponents)
     if x.is_cuda and not isinstance(k, Tensor):
         if dtype == torch.float16 and (bias is None or bias.dtype == torch.float16):
             return _half_epilogue(x, weight, bias, k)
-        if dtype == torch.float32 and (k or bias is not None) and scales_single(x.device):
+        if dtype == torch.float32 and (k or bias is not None) and can_scale_fp32_product(x.device):
             return _single_epilogue(x, weight, bias, 2.0**k)
-    return rescaled(product(x, weight.t()), *exponents, bias=bias, dtype=dtype)
+    return rescale_product(half_matmul(x, weight.t()), *exponents, bias=bias, dtype=dtype)
 
 
 @contextmanager
@@ -81,7 +88,9 @@ def check_out_dtype(dtype: torch.dtype) -> None:
         )
 
 
-def fitted(operation: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, *, summed: tuple[int, ...]) -> Tensor:
+def fit_half_product(
+    operation: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, *, summed: tuple[int, ...]
+) -> Tensor:
     """fp32 `operation(a, b)` for an operation, linear in both, that accumulates in fp32 but writes fp16.
 
     `summed` names the dimensions of `b` over which one output element adds up. Each operand gives up half of the
@@ -91,12 +100,12 @@ def fitted(operation: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, 
     excess = current_exponent(bound).clamp_(min=0)
     from_a = excess >> 1
     from_b = excess - from_a
-    written = operation(narrowed(a, power_of_two(-from_a)), narrowed(b, power_of_two(-from_b)))
-    return rescaled(written.float(), excess)
+    written = operation(multiply_to_half(a, power_of_two(-from_a)), multiply_to_half(b, power_of_two(-from_b)))
+    return rescale_product(written.float(), excess)
 
 
 @functools.cache
-def writes_single(device: torch.device) -> bool:
+def can_write_fp32_product(device: torch.device) -> bool:
     """Whether torch offers fp32 outputs of fp16 products on this device: tried once, on a sum beyond fp16's range.
 
     The first call waits for the device; make it before a CUDA graph is captured.
@@ -111,8 +120,8 @@ def writes_single(device: torch.device) -> bool:
 
 
 @functools.cache
-def scales_single(device: torch.device) -> bool:
-    """Whether such a product also takes a factor and an fp32 bias along; tried once, like `writes_single`."""
+def can_scale_fp32_product(device: torch.device) -> bool:
+    """Whether such a product also takes a factor and an fp32 bias along; tried once, like `can_write_fp32_product`."""
     large = torch.full((16, 16), 256.0, dtype=torch.float16, device=device)
     try:
         plain = _single_epilogue(large, large, None, 4.0)

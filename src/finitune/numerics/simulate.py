@@ -24,11 +24,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 Profile = Literal["eager", "fused"]
 
-HALVES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 _aten = torch.ops.aten
 #: Operations that a tensor core (or a kernel built on one) computes with fp32 accumulation.
-PRODUCTS = frozenset(
+TENSOR_CORE_OPERATIONS = frozenset(
     {
         _aten.mm.default,
         _aten.addmm.default,
@@ -76,7 +76,7 @@ class half(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        if func in PRODUCTS:
+        if func in TENSOR_CORE_OPERATIONS:
             return _product(func, args, kwargs)
         if self.profile == "fused" and any(isinstance(a, Tensor) for a in args):
             return self._fused(func, args, kwargs)
@@ -86,13 +86,13 @@ class half(TorchDispatchMode):
         tensors = [a for a in args if isinstance(a, Tensor)]
         pointwise = torch.Tag.pointwise in func.tags
         if func._schema.is_mutable:
-            if pointwise and "out" not in kwargs and tensors[0].dtype in HALVES:
+            if pointwise and "out" not in kwargs and tensors[0].dtype in HALF_DTYPES:
                 return self._in_place(func, args, kwargs)
             self._forget([leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)])
             return func(*args, **kwargs)
         if func is _aten._to_copy.default:
             return self._cast(func, args[0], kwargs)
-        if pointwise and any(t.dtype in HALVES for t in tensors):
+        if pointwise and any(t.dtype in HALF_DTYPES for t in tensors):
             wide = func(*tree_map(self._read, args), **kwargs)
             dtype = _result_dtype(tensors)
             fits = isinstance(wide, Tensor) and wide.dtype is torch.float32 and dtype is not None
@@ -111,7 +111,7 @@ class half(TorchDispatchMode):
     def _cast(self, func: Any, source: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         wide: Tensor = self._read(source)
         result: Tensor = func(wide, **{"dtype": source.dtype, **kwargs})
-        if result.dtype in HALVES and result.device == wide.device:
+        if result.dtype in HALF_DTYPES and result.device == wide.device:
             self._hold(result, wide.to(torch.float32, copy=True))
         return result
 
@@ -135,7 +135,7 @@ class half(TorchDispatchMode):
 
     def _read(self, value: Any) -> Any:
         """The fp32 value behind a half tensor, where a fused kernel would have it."""
-        if isinstance(value, Tensor) and value.dtype in HALVES:
+        if isinstance(value, Tensor) and value.dtype in HALF_DTYPES:
             return self._wide[value] if value in self._wide else value.float()
         return value
 
@@ -144,7 +144,7 @@ def _product(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     attention = "attention" in func.name()  # its log-sum-exp is fp32 beside half operands
     dtypes = [a.dtype for a in args if isinstance(a, Tensor)]
     mixed = len(set(dtypes)) > 1 and not attention
-    if dtypes[0] not in HALVES or mixed:  # what torch refuses, it shall refuse here too
+    if dtypes[0] not in HALF_DTYPES or mixed:  # what torch refuses, it shall refuse here too
         return func(*args, **kwargs)
     result = func(*tree_map(_widen, args), **tree_map(_widen, dict(kwargs)))
     if isinstance(result, Tensor):
@@ -155,11 +155,11 @@ def _product(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 
 def _widen(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALVES else value
+    return value.float() if isinstance(value, Tensor) and value.dtype in HALF_DTYPES else value
 
 
 def _result_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
     """The half dtype that eager promotion gives these operands, or None where it gives fp32 or more."""
     floating = [t for t in tensors if t.is_floating_point()]
     dtypes = {t.dtype for t in floating if t.dim() > 0} or {t.dtype for t in floating}
-    return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(HALVES) else None
+    return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(HALF_DTYPES) else None

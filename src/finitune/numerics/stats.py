@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from finitune.numerics.formats import HALF
+from finitune.numerics.formats import FP16
 
 
 def amax(x: Tensor) -> Tensor:
@@ -60,13 +60,13 @@ def range_stats(x: Tensor) -> RangeStats:
         amax=finite.max().item() if finite.numel() else 0.0,
         least_nonzero=nonzero.min().item() if nonzero.numel() else 0.0,
         nonfinite=numel - finite.numel(),
-        subnormal_share=int((nonzero < HALF.tiny).sum()) / max(numel, 1),
-        over_share=int((finite >= HALF.overflow_at).sum()) / max(numel, 1),
+        subnormal_share=int((nonzero < FP16.tiny).sum()) / max(numel, 1),
+        over_share=int((finite >= FP16.overflow_at).sum()) / max(numel, 1),
         numel=numel,
     )
 
 
-def weight_audit(w: Tensor) -> dict[str, int | float]:
+def audit_weight(w: Tensor) -> dict[str, int | float]:
     """What storing the weight `w` (bf16 or fp32) in fp16 changes: counts of elements, and the relative RMS error.
 
     `overflow`: finite but inf in fp16; `flushed`: nonzero but 0; `inexact`: any other change; `nonfinite`: already

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from finitune.precision.planner import Call, tensor_core
-from finitune.precision.probe import is_finite
-from finitune.precision.sites import ModulePath, tensors_in
-from finitune.precision.tape import CONSTANT_OPS, UNWRITTEN_OPS
+from finitune.precision.planner import RecordedCall, apply_tensor_core_rounding
+from finitune.precision.probe import is_output_finite
+from finitune.precision.sites import ModulePath, iterate_nested_tensors
+from finitune.precision.trace import CONSTANT_OPS, UNWRITTEN_OPS
 
-Kind = Literal[
+FaultKind = Literal[
     "cast",
     "product",
     "add",
@@ -40,7 +40,7 @@ Kind = Literal[
     "other",
 ]
 
-_KINDS: dict[Kind, frozenset[str]] = {
+_KINDS: dict[FaultKind, frozenset[str]] = {
     "cast": frozenset({"_to_copy", "copy", "to"}),
     "product": frozenset(
         {"mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "convolution"}
@@ -61,7 +61,7 @@ _SATURATES = frozenset({"_softmax", "_safe_softmax", "softmax", "sigmoid", "tanh
 
 
 @dataclass(frozen=True)
-class Origin:
+class FaultOrigin:
     """The fault: the operation, its place in the model and in the source, and the number it should have held.
 
     `value` is the largest magnitude that fp64 gives where the result was not finite; inf or NaN if fp64 fails too.
@@ -69,7 +69,7 @@ class Origin:
 
     site: str
     op: str
-    kind: Kind
+    kind: FaultKind
     value: float
     dtype: str
     file: str
@@ -83,23 +83,23 @@ class Origin:
         return f"{place} made {self.value:.4g}, which {self.dtype} cannot hold, at {self.file}:{self.line}"
 
 
-class Faults(TorchDispatchMode):
+class FaultTracer(TorchDispatchMode):
     """Find every fault of a run; `found` has them in order, `behind` tells which one a tensor comes from."""
 
     def __init__(self, root: nn.Module, path: ModulePath, forward: int = 0):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]  # torch leaves its argument untyped
-        self.found: list[Origin] = []
+        self.found: list[FaultOrigin] = []
         self._path, self._forward = path, forward
         self._weights = {_place(t) for t in (*root.parameters(), *root.buffers())}
         #: Memory of a tensor -> the first fault behind it, None where its infinity was written on purpose.
-        self._behind: dict[int, Origin | None] = {}
+        self._behind: dict[int, FaultOrigin | None] = {}
 
     def given(self, inputs: Any) -> None:
         """Take note of the call's inputs: one that is not finite is a fault, unless it is a mask."""
         for tensor in _nonfinite(inputs):
             self._brought("input", tensor)
 
-    def behind(self, tensors: Sequence[Tensor]) -> Origin | None:
+    def find_cause(self, tensors: Sequence[Tensor]) -> FaultOrigin | None:
         """The first fault that these tensors come from."""
         causes = [self._behind.get(_place(t)) for t in tensors]
         return min((cause for cause in causes if cause), key=self.found.index, default=None)
@@ -121,8 +121,8 @@ class Faults(TorchDispatchMode):
         if bad:
             cause = self._cause(func, args, before, kwargs, bad[0])
         else:
-            cause = None if _saturates(func) else self.behind([*tensors_in((args, _read(kwargs)))])
-        for tensor in tensors_in(result):
+            cause = None if _saturates(func) else self.find_cause([*iterate_nested_tensors((args, _read(kwargs)))])
+        for tensor in iterate_nested_tensors(result):
             if not tensor.numel():
                 continue  # all empty tensors share one place
             if bad or cause:
@@ -133,38 +133,40 @@ class Faults(TorchDispatchMode):
 
     def _cause(
         self, func: Any, args: tuple[Any, ...], before: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-    ) -> Origin | None:
+    ) -> FaultOrigin | None:
         """The fault behind a non-finite result: that of an operand, None for a mask, or a new one."""
         name = func.overloadpacket.__name__
         read = _read(kwargs)
-        operands = list(zip(tensors_in((args, read)), tensors_in((before, read)), strict=True))
+        operands = list(zip(iterate_nested_tensors((args, read)), iterate_nested_tensors((before, read)), strict=True))
         if "attention" in name:  # a mask is no cause of what goes wrong inside
             operands = [(t, was) for t, was in operands if any(t is x for x in args[:3]) or not _only_negative(was)]
-        bad = [t for t, was in operands if not is_finite(was)]
+        bad = [t for t, was in operands if not is_output_finite(was)]
         for tensor in bad:
             if _place(tensor) not in self._behind:
                 self._brought(name, tensor)
-        inherited = self.behind([t for t, _ in operands])
+        inherited = self.find_cause([t for t, _ in operands])
         if inherited or name in CONSTANT_OPS or (bad and _only_negative(result)):
             return inherited
         value = _true_magnitude(func, before, kwargs, result)
-        masked = math.isnan(value) and not is_finite((before, read))
-        return self._new(name, "mask" if masked else kind_of(name, value), value, result.dtype)
+        masked = math.isnan(value) and not is_output_finite((before, read))
+        return self._new(name, "mask" if masked else classify_fault(name, value), value, result.dtype)
 
     def _brought(self, op: str, tensor: Tensor) -> None:
         """Take note of a non-finite tensor that no operation of this run made; with only -inf in it, it is a mask."""
-        kind: Kind = "weight" if _place(tensor) in self._weights else "input"
+        kind: FaultKind = "weight" if _place(tensor) in self._weights else "input"
         mask = _only_negative(tensor)
         self._behind[_place(tensor)] = None if mask else self._new(op, kind, math.nan, tensor.dtype)
 
-    def _new(self, op: str, kind: Kind, value: float, dtype: torch.dtype) -> Origin:
+    def _new(self, op: str, kind: FaultKind, value: float, dtype: torch.dtype) -> FaultOrigin:
         file, line = _source()
-        origin = Origin(self._path.here, op, kind, value, str(dtype).removeprefix("torch."), file, line, self._forward)
+        origin = FaultOrigin(
+            self._path.here, op, kind, value, str(dtype).removeprefix("torch."), file, line, self._forward
+        )
         self.found.append(origin)
         return origin
 
 
-def kind_of(op: str, value: float = 0.0) -> Kind:
+def classify_fault(op: str, value: float = 0.0) -> FaultKind:
     """The class of fault that a non-finite result of this operation is; `value` is what fp64 gives."""
     op = op.rstrip("_") or op
     if "attention" in op:
@@ -180,24 +182,24 @@ def kind_of(op: str, value: float = 0.0) -> Kind:
 
 
 @torch.no_grad()
-def first_origin(root: nn.Module, call: Call, forward: int = 0) -> Origin | None:
+def find_first_fault_origin(root: nn.Module, call: RecordedCall, forward: int = 0) -> FaultOrigin | None:
     """The first fault that reached the output of one call of `root` as it is now, or None where that is finite."""
     faults, output = _run(root, call, forward)
-    return faults.behind(_nonfinite(output))
+    return faults.find_cause(_nonfinite(output))
 
 
 @torch.no_grad()
-def replay(root: nn.Module, call: Call, forward: int = 0) -> Origin | None:
+def replay_to_first_fault(root: nn.Module, call: RecordedCall, forward: int = 0) -> FaultOrigin | None:
     """The first fault of one call, whether or not anything comes of it."""
     faults, _ = _run(root, call, forward)
     return next(iter(faults.found), None)
 
 
-def _run(root: nn.Module, call: Call, forward: int) -> tuple[Faults, Any]:
+def _run(root: nn.Module, call: RecordedCall, forward: int) -> tuple[FaultTracer, Any]:
     path = ModulePath(root)
-    faults = Faults(root, path, forward)
+    faults = FaultTracer(root, path, forward)
     faults.given((call.args, call.kwargs))
-    with path, tensor_core(root), faults:
+    with path, apply_tensor_core_rounding(root), faults:
         output = call.run(root)
     return faults, output
 
@@ -211,7 +213,7 @@ def _true_magnitude(func: Any, args: Any, kwargs: dict[str, Any], result: Tensor
         return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
     try:
-        exact = next(tensors_in(func(*tree_map(widen, args), **tree_map(widen, kwargs))))
+        exact = next(iterate_nested_tensors(func(*tree_map(widen, args), **tree_map(widen, kwargs))))
     except RuntimeError:  # an operation without an fp64 kernel
         return math.inf
     lost = exact[~result.isfinite()].abs()
@@ -237,7 +239,7 @@ def _saturates(func: Any) -> bool:
 
 
 def _nonfinite(value: Any) -> list[Tensor]:
-    return [t for t in tensors_in(value) if not is_finite(t)]
+    return [t for t in iterate_nested_tensors(value) if not is_output_finite(t)]
 
 
 def _only_negative(tensor: Tensor) -> bool:

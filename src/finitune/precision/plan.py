@@ -15,13 +15,13 @@ from typing import Any, Literal
 
 from finitune.errors import PlanError
 
-PLAN_FORMAT = 1
-MAX_EXPONENT = 126
-Kind = Literal["product", "island"]
+_PLAN_FORMAT = 1
+_MAX_PLAN_EXPONENT = 126
+PlanLineKind = Literal["product", "island"]
 
 
 @dataclass(frozen=True)
-class Line:
+class PlanLine:
     """One deviation from plain fp16.
 
     product: operands stay fp16, the input is divided by 2**exponent (None: by a power of two measured in each call),
@@ -31,7 +31,7 @@ class Line:
     """
 
     site: str
-    kind: Kind = "product"
+    kind: PlanLineKind = "product"
     out: Literal["fp16", "fp32"] = "fp32"
     exponent: int | None = 0
     weight_exponent: int = 0
@@ -43,8 +43,8 @@ class Line:
 
     def __post_init__(self) -> None:
         powers = (self.exponent or 0, self.weight_exponent, self.carry)
-        if any(type(power) is not int or abs(power) > MAX_EXPONENT for power in powers):
-            raise ValueError(f"{self.site}: exponents {powers} are not whole numbers up to {MAX_EXPONENT}")
+        if any(type(power) is not int or abs(power) > _MAX_PLAN_EXPONENT for power in powers):
+            raise ValueError(f"{self.site}: exponents {powers} are not whole numbers up to {_MAX_PLAN_EXPONENT}")
         if self.kind not in ("product", "island") or self.out not in ("fp16", "fp32"):
             raise ValueError(f"{self.site}: no such kind or out: {self.kind}, {self.out}")
         if bool(self.carry) != bool(self.carried_to):
@@ -55,15 +55,15 @@ class Line:
 class ComponentPlan:
     """The plan of one component: its lines, the norms that return to fp16, and the dtype of its border."""
 
-    lines: tuple[Line, ...] = ()
+    lines: tuple[PlanLine, ...] = ()
     casts: tuple[str, ...] = ()
     border: Literal["fp16", "fp32"] = "fp16"
 
-    def without(self, line: Line) -> ComponentPlan:
+    def without(self, line: PlanLine) -> ComponentPlan:
         """The same plan with one line dropped."""
         return replace(self, lines=tuple(kept for kept in self.lines if kept != line))
 
-    def with_line(self, line: Line) -> ComponentPlan:
+    def with_line(self, line: PlanLine) -> ComponentPlan:
         """The same plan with `line` added, in place of earlier lines of its site, or within it if it is an island."""
         inside = f"{line.site}." if line.kind == "island" else None
         kept = (o for o in self.lines if o.site != line.site and not (inside and o.site.startswith(inside)))
@@ -120,7 +120,7 @@ class PrecisionPlan:
         document.add(tomlkit.comment("finitune precision plan: every deviation from plain fp16, with its reason."))
         document.update(
             {
-                "format": PLAN_FORMAT,
+                "format": _PLAN_FORMAT,
                 "model": self.model,
                 "fingerprint": self.fingerprint,
                 "headroom_bits": self.headroom_bits,
@@ -156,8 +156,8 @@ class PrecisionPlan:
 
         try:
             data: dict[str, Any] = tomlkit.parse(text).unwrap()
-            if data["format"] != PLAN_FORMAT:
-                raise _unreadable(subject, f"format {data['format']} is not {PLAN_FORMAT}")
+            if data["format"] != _PLAN_FORMAT:
+                raise _unreadable(subject, f"format {data['format']} is not {_PLAN_FORMAT}")
             components = {name: _component(table) for name, table in data.get("components", {}).items()}
             keys = ("model", "fingerprint", "headroom_bits", "calibration")
             return cls(**{key: data[key] for key in keys}, components=components, proof=data.get("proof", {}))
@@ -174,7 +174,7 @@ class PrecisionPlan:
         return cls.loads(text, str(path))
 
 
-def _as_dict(line: Line) -> dict[str, Any]:
+def _as_dict(line: PlanLine) -> dict[str, Any]:
     data: dict[str, Any] = {"site": line.site, "kind": line.kind, "out": line.out}
     data["exponent"] = "current" if line.exponent is None else line.exponent
     if line.weight_exponent:
@@ -189,7 +189,7 @@ def _component(table: dict[str, Any]) -> ComponentPlan:
     lines: list[dict[str, Any]] = [dict(line) for line in table.get("line", [])]
     for line in lines:
         line["exponent"] = None if line["exponent"] == "current" else line["exponent"]
-    return ComponentPlan(tuple(Line(**line) for line in lines), tuple(table["casts"]), table["border"])
+    return ComponentPlan(tuple(PlanLine(**line) for line in lines), tuple(table["casts"]), table["border"])
 
 
 def _listed(items: Iterable[str]) -> Any:

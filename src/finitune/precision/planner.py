@@ -21,20 +21,20 @@ from torch import Tensor, nn
 
 from finitune.errors import NumericsError
 from finitune.numerics import simulate
-from finitune.numerics.formats import HALF, exponent_for
-from finitune.precision.apply import apply_plan, weight_exponent
-from finitune.precision.dataflow import source_of, value_reader
-from finitune.precision.plan import ComponentPlan, Line
-from finitune.precision.sites import leaf_norms, product_sites
-from finitune.precision.tape import Recorder, Row, Tape
+from finitune.numerics.formats import FP16, exponent_for
+from finitune.precision.apply import apply_plan, choose_weight_exponent
+from finitune.precision.dataflow import find_upstream_product, find_value_reader
+from finitune.precision.plan import ComponentPlan, PlanLine
+from finitune.precision.sites import find_leaf_norms, find_product_sites
+from finitune.precision.trace import OpRecord, OpRecorder, OpTrace
 
-HALF_STAND_IN = torch.bfloat16
-MAX_ROUNDS = 200
-PLANNING_CALLS = 6
+_HALF_STAND_IN = torch.bfloat16
+_MAX_PLANNING_ROUNDS = 200
+_PLANNING_CALL_COUNT = 6
 
 
 @dataclass(frozen=True)
-class Call:
+class RecordedCall:
     """One recorded call of a component, to be repeated: `method` of the module on these inputs."""
 
     args: tuple[Any, ...]
@@ -54,13 +54,13 @@ class Call:
         return entry(*tree_map(border, self.args), **tree_map(border, self.kwargs))
 
 
-def tensor_core(root: nn.Module) -> AbstractContextManager[Any]:
+def apply_tensor_core_rounding(root: nn.Module) -> AbstractContextManager[Any]:
     """The meaning of half products on this module's device: native on an accelerator, simulated on a CPU."""
     device = next(root.parameters()).device
     return simulate.half() if device.type == "cpu" else nullcontext()
 
 
-def spread(calls: Sequence[Call], count: int = PLANNING_CALLS) -> list[Call]:
+def sample_calls_evenly(calls: Sequence[RecordedCall], count: int = _PLANNING_CALL_COUNT) -> list[RecordedCall]:
     """`count` calls spread evenly over all of them, the first and the last among them."""
     if len(calls) <= count:
         return list(calls)
@@ -68,21 +68,23 @@ def spread(calls: Sequence[Call], count: int = PLANNING_CALLS) -> list[Call]:
 
 
 @torch.no_grad()
-def record(module: nn.Module, calls: Sequence[Call], half: torch.dtype = torch.float16) -> Recorder:
+def record_operations(
+    module: nn.Module, calls: Sequence[RecordedCall], half: torch.dtype = torch.float16
+) -> OpRecorder:
     """Run the calls under a recorder and return it."""
-    recorder = Recorder(module, half)
-    with tensor_core(module), recorder:
+    recorder = OpRecorder(module, half)
+    with apply_tensor_core_rounding(module), recorder:
         for call in calls:
             try:
                 call.run(module)
             except RuntimeError as error:
                 if "type" not in str(error) or not recorder.failed_at:
                     raise
-                raise DtypesRefused(recorder.failed_at, str(error).splitlines()[0]) from error
+                raise MixedDtypesError(recorder.failed_at, str(error).splitlines()[0]) from error
     return recorder
 
 
-class DtypesRefused(RuntimeError):
+class MixedDtypesError(RuntimeError):
     """An operation inside the module `site` does not take operands of different dtypes."""
 
     def __init__(self, site: str, message: str):
@@ -91,16 +93,16 @@ class DtypesRefused(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Misfit:
+class HalfRangeMisfit:
     """A tensor that fp16 cannot hold with the asked headroom."""
 
-    row: Row
+    row: OpRecord
     amax: float
 
 
 def plan_component(
     root: nn.Module,
-    calls: Sequence[Call],
+    calls: Sequence[RecordedCall],
     headroom_bits: float = 2,
     border: Any = "fp16",
 ) -> ComponentPlan:
@@ -110,28 +112,31 @@ def plan_component(
     non-finite without any half in it: precision is not the cause then.
     """
     plan = ComponentPlan(border=border)
-    for some in (spread(calls), calls):  # most lines show on a few calls; all of them are held against every call
+    for some in (
+        sample_calls_evenly(calls),
+        calls,
+    ):  # most lines show on a few calls; all of them are held against every call
         plan, tape = _cured(root, plan, some, headroom_bits)
     return _minimal(root, _explained(plan, tape), calls, headroom_bits)
 
 
 def _cured(
-    root: nn.Module, plan: ComponentPlan, calls: Sequence[Call], headroom_bits: float
-) -> tuple[ComponentPlan, Tape]:
+    root: nn.Module, plan: ComponentPlan, calls: Sequence[RecordedCall], headroom_bits: float
+) -> tuple[ComponentPlan, OpTrace]:
     """Measure and add lines until everything fits on `calls`; the plan and the last measurement."""
-    for _ in range(MAX_ROUNDS):
+    for _ in range(_MAX_PLANNING_ROUNDS):
         try:
-            tape, plan = measure(root, plan, calls)
-        except DtypesRefused as refused:
+            tape, plan = measure_plan_ranges(root, plan, calls)
+        except MixedDtypesError as refused:
             plan = plan.with_line(_island(refused.site, f"it refuses mixed dtypes: {refused}"))
             continue
-        lines = cures(root, plan, tape, headroom_bits)
+        lines = find_next_plan_lines(root, plan, tape, headroom_bits)
         if not lines:
             return plan, tape
         for line in lines:
             plan = plan.with_line(line)
     raise NumericsError(
-        f"no plan found in {MAX_ROUNDS} rounds",
+        f"no plan found in {_MAX_PLANNING_ROUNDS} rounds",
         code="PLAN-NOT-FOUND",
         subject=type(root).__name__,
         evidence={"lines": len(plan.lines)},
@@ -139,13 +144,15 @@ def _cured(
     )
 
 
-def measure(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call]) -> tuple[Tape, ComponentPlan]:
+def measure_plan_ranges(
+    root: nn.Module, plan: ComponentPlan, calls: Sequence[RecordedCall]
+) -> tuple[OpTrace, ComponentPlan]:
     """The ranges of `plan`'s flow of dtypes, and the plan with its casts: the norms that read fp32."""
-    everywhere = replace(plan, casts=tuple(leaf_norms(root)))
-    with apply_plan(root, everywhere, HALF_STAND_IN) as measured:
-        recorder = record(measured, calls, HALF_STAND_IN)
+    everywhere = replace(plan, casts=tuple(find_leaf_norms(root)))
+    with apply_plan(root, everywhere, _HALF_STAND_IN) as measured:
+        recorder = record_operations(measured, calls, _HALF_STAND_IN)
     casts = tuple(site for site, dtype in recorder.norm_inputs.items() if dtype == torch.float32)
-    tape = recorder.tape()
+    tape = recorder.build_trace()
     broken = tape.nonfinite()
     if broken:
         raise NumericsError(
@@ -158,20 +165,22 @@ def measure(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call]) -> tupl
     return tape, replace(plan, casts=casts)
 
 
-def misfits(plan: ComponentPlan, tape: Tape, headroom_bits: float, half: torch.dtype = HALF_STAND_IN) -> list[Misfit]:
+def find_half_range_misfits(
+    plan: ComponentPlan, tape: OpTrace, headroom_bits: float, half: torch.dtype = _HALF_STAND_IN
+) -> list[HalfRangeMisfit]:
     """What fp16 would have to hold and cannot, with `headroom_bits` to spare, in order of execution."""
-    limit = HALF.max * 2.0**-headroom_bits
+    limit = FP16.max * 2.0**-headroom_bits
     lines = {line.site: line for line in plan.lines}
-    found: list[Misfit] = []
-    meant = tape.meant()
+    found: list[HalfRangeMisfit] = []
+    meant = tape.find_intended_infinities()
     for number, row in enumerate(tape.rows):
-        amax = held_amax(row, lines.get(row.site), half)
+        amax = compute_held_amax(row, lines.get(row.site), half)
         if amax > limit and number not in meant:
-            found.append(Misfit(row, amax))
+            found.append(HalfRangeMisfit(row, amax))
     return found
 
 
-def held_amax(row: Row, line: Line | None, half: torch.dtype) -> float:
+def compute_held_amax(row: OpRecord, line: PlanLine | None, half: torch.dtype) -> float:
     """The largest magnitude that fp16 must hold for this row: scaled input and result of a product, or the result."""
     if not row.is_product:
         return row.amax if row.dtype == half else 0.0
@@ -182,72 +191,78 @@ def held_amax(row: Row, line: Line | None, half: torch.dtype) -> float:
     return max(scaled, row.amax if row.dtype == half else 0.0)
 
 
-def cures(root: nn.Module, plan: ComponentPlan, tape: Tape, headroom_bits: float) -> list[Line]:
+def find_next_plan_lines(root: nn.Module, plan: ComponentPlan, tape: OpTrace, headroom_bits: float) -> list[PlanLine]:
     """The next lines: every product that does not fit, or else the source of the first sum or gate that does not."""
-    found = misfits(plan, tape, headroom_bits)
-    own = [line_for(root, tape, m.row, headroom_bits) for m in found if m.row.is_product]
+    found = find_half_range_misfits(plan, tape, headroom_bits)
+    own = [build_plan_line(root, tape, m.row, headroom_bits) for m in found if m.row.is_product]
     if own or not found:
         return own
     row = found[0].row
-    source = source_of(tape, row, HALF_STAND_IN)
+    source = find_upstream_product(tape, row, _HALF_STAND_IN)
     if source is None:
         return [_island(row.site, f"{row.name} reaches {row.amax:.3g}, no product upstream can be widened", row.amax)]
-    line = line_for(root, tape, source, headroom_bits, wide=True)
+    line = build_plan_line(root, tape, source, headroom_bits, wide=True)
     return [replace(line, reason=f"{row.name} reaches {row.amax:.3g}; fp32 here makes it fp32")]
 
 
-def line_for(root: nn.Module, tape: Tape, row: Row, headroom_bits: float, *, wide: bool = False) -> Line:
+def build_plan_line(
+    root: nn.Module, tape: OpTrace, row: OpRecord, headroom_bits: float, *, wide: bool = False
+) -> PlanLine:
     """The line that makes a product fit: an fp32 result where its range (or `wide`) asks for it, and powers of two."""
-    limit = HALF.max * 2.0**-headroom_bits
-    line = Line(
+    limit = FP16.max * 2.0**-headroom_bits
+    line = PlanLine(
         row.site,
         out="fp16",
         exponent=exponent_for(row.input_amax, headroom_bits),
-        weight_exponent=weight_exponent(row.site, product_sites(root)[row.site]),
+        weight_exponent=choose_weight_exponent(row.site, find_product_sites(root)[row.site]),
         reason=f"input reaches {row.input_amax:.3g}, limit {limit:.5g}",
         input_amax=row.input_amax,
         output_amax=row.amax,
     )
-    if not (wide or row.dtype != HALF_STAND_IN or row.amax > limit):
+    if not (wide or row.dtype != _HALF_STAND_IN or row.amax > limit):
         return line
     reached = f"result reaches {row.amax:.3g}, limit {limit:.5g}"
-    reader = None if wide else value_reader(tape, row)
-    if reader and row.dtype == HALF_STAND_IN:
+    reader = None if wide else find_value_reader(tape, row)
+    if reader and row.dtype == _HALF_STAND_IN:
         carry = exponent_for(row.amax, headroom_bits)
         return replace(line, carry=carry, carried_to=reader, reason=f"{reached}; an attention's values")
     exponent = exponent_for(max(row.input_amax, row.amax), headroom_bits)
     return replace(line, out="fp32", exponent=exponent, reason=reached)
 
 
-def _island(site: str, why: str, amax: float = 0.0) -> Line:
-    return Line(site, kind="island", reason=why, output_amax=amax)
+def _island(site: str, why: str, amax: float = 0.0) -> PlanLine:
+    return PlanLine(site, kind="island", reason=why, output_amax=amax)
 
 
-def _minimal(root: nn.Module, plan: ComponentPlan, calls: Sequence[Call], headroom_bits: float) -> ComponentPlan:
+def _minimal(
+    root: nn.Module, plan: ComponentPlan, calls: Sequence[RecordedCall], headroom_bits: float
+) -> ComponentPlan:
     """Drop each line in turn, for good where everything still fits without it.
 
     A product whose own input or result is out of range needs its line whatever the others do; only a line that is
     there for somebody else's sake has to be tried.
     """
-    limit = HALF.max * 2.0**-headroom_bits
+    limit = FP16.max * 2.0**-headroom_bits
     for line in plan.lines:
         own = line.kind == "product" and max(line.input_amax, line.output_amax) > limit
-        if not own and not is_needed(root, plan, line, calls, headroom_bits):
+        if not own and not is_plan_line_needed(root, plan, line, calls, headroom_bits):
             plan = plan.without(line)
-    return measure(root, plan, calls)[1]
+    return measure_plan_ranges(root, plan, calls)[1]
 
 
-def is_needed(root: nn.Module, plan: ComponentPlan, line: Line, calls: Sequence[Call], headroom_bits: float) -> bool:
+def is_plan_line_needed(
+    root: nn.Module, plan: ComponentPlan, line: PlanLine, calls: Sequence[RecordedCall], headroom_bits: float
+) -> bool:
     """True where the plan without `line` leaves a tensor that fp16 cannot hold, or does not run at all."""
     dropped = plan.without(line)
     try:
-        tape, _ = measure(root, dropped, calls)
-    except DtypesRefused:
+        tape, _ = measure_plan_ranges(root, dropped, calls)
+    except MixedDtypesError:
         return True
-    return bool(misfits(dropped, tape, headroom_bits))
+    return bool(find_half_range_misfits(dropped, tape, headroom_bits))
 
 
-def _explained(plan: ComponentPlan, tape: Tape) -> ComponentPlan:
+def _explained(plan: ComponentPlan, tape: OpTrace) -> ComponentPlan:
     """The plan in order of execution, each line with the range that was measured last."""
     rows = {row.site: (number, row) for number, row in enumerate(tape.rows) if row.is_product}
     lines = [

@@ -1,7 +1,7 @@
 """Ranges at every module border of a running model: one fused reduction each, read back once per forward.
 
-L0 is one finite flag of the final output (`is_finite`). L1 is `probe`: the largest magnitude that leaves each module,
-non-finite values staying visible, written into one preallocated device buffer. L2, the replay of the first bad
+L0 is one finite flag of the final output (`is_output_finite`). L1 is `probe`: the largest magnitude that leaves each
+module, non-finite values staying visible, written into one preallocated device buffer. L2, the replay of the first bad
 module operation by operation, is in `origin`.
 """
 
@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from finitune.errors import FileError
-from finitune.numerics.formats import HALF, SINGLE, headroom_bits
+from finitune.numerics.formats import FP16, FP32, headroom_bits
 from finitune.numerics.stats import amax_into, least_into
-from finitune.precision.sites import ModulePath, tensors_in
+from finitune.precision.sites import ModulePath, iterate_nested_tensors
 
-RANGES_FORMAT = 1
-MAX_FP32 = SINGLE.max
+_RANGES_FORMAT = 1
+_MAX_FP32 = FP32.max
 
 
-def is_finite(output: Any) -> bool:
+def is_output_finite(output: Any) -> bool:
     """L0: True where every floating tensor of `output` is finite."""
-    return all(bool(t.isfinite().all()) for t in tensors_in(output) if t.is_floating_point())
+    return all(bool(t.isfinite().all()) for t in iterate_nested_tensors(output) if t.is_floating_point())
 
 
 @dataclass
@@ -55,19 +55,19 @@ class Ranges:
     @property
     def headroom_bits(self) -> dict[str, float]:
         """Site -> log2(65504 / amax); negative where fp16 cannot hold it."""
-        return {site: headroom_bits(amax) if amax <= MAX_FP32 else -math.inf for site, amax in self.amax.items()}
+        return {site: headroom_bits(amax) if amax <= _MAX_FP32 else -math.inf for site, amax in self.amax.items()}
 
     def first_nonfinite(self) -> tuple[int, str] | None:
         """The first forward, and the first site in it (in order of completion), with a non-finite output."""
         for number, row in enumerate(self.forwards):
             for site, amax in zip(self.sites, row, strict=True):
-                if not amax <= MAX_FP32:
+                if not amax <= _MAX_FP32:
                     return number, site
         return None
 
     def over_half(self) -> dict[str, float]:
         """The sites whose output fp16 could not hold, with their range."""
-        return {site: amax for site, amax in self.amax.items() if not amax <= HALF.max}
+        return {site: amax for site, amax in self.amax.items() if not amax <= FP16.max}
 
     def merge(self, other: Ranges) -> Ranges:
         """Both measurements of one checkpoint as one: the larger range of each site."""
@@ -90,7 +90,7 @@ class Ranges:
         from finitune.files.writer import write_text
 
         data = {
-            "format": RANGES_FORMAT,
+            "format": _RANGES_FORMAT,
             "checkpoint": self.checkpoint,
             "torch": torch.__version__,
             "amax": self.amax,
@@ -103,8 +103,8 @@ class Ranges:
         """Read a ranges file; raises FileError where it is not one."""
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            if data["format"] != RANGES_FORMAT:
-                raise ValueError(f"format {data['format']} is not {RANGES_FORMAT}")
+            if data["format"] != _RANGES_FORMAT:
+                raise ValueError(f"format {data['format']} is not {_RANGES_FORMAT}")
             amax: Mapping[str, float] = data["amax"]
             least = {site: float(value) for site, value in data.get("least", {}).items()}
             return cls(list(amax), [[float(value) for value in amax.values()]], str(data["checkpoint"]), least)
@@ -139,7 +139,7 @@ def probe(root: nn.Module, checkpoint: str = "", *, least: bool = False) -> Gene
 
     def leave(site: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         slot = slots.setdefault(site, len(slots))
-        for tensor in tensors_in(output):
+        for tensor in iterate_nested_tensors(output):
             if tensor.is_floating_point() and tensor.numel():
                 amax_into(buffer[slot], tensor)
                 if least:

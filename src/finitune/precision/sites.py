@@ -13,17 +13,17 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-PRODUCT_CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_PRODUCT_CLASSES = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def iterate_named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module of `root` with its dotted name, '' for the root; a shared module once, under its first name."""
     yield from root.named_modules()
 
 
-def is_product(module: nn.Module) -> bool:
+def is_product_module(module: nn.Module) -> bool:
     """True for a module whose forward is one matrix product or convolution."""
-    return isinstance(module, PRODUCT_CLASSES)
+    return isinstance(module, _PRODUCT_CLASSES)
 
 
 def is_leaf_norm(module: nn.Module) -> bool:
@@ -31,22 +31,22 @@ def is_leaf_norm(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
-def scales_itself(module: nn.Module) -> bool:
+def is_self_scaling(module: nn.Module) -> bool:
     """True for a module that says so: its products keep in range by themselves, its parameters have their own dtype."""
     return getattr(module, "scales_itself", False) is True
 
 
-def product_sites(root: nn.Module) -> dict[str, nn.Module]:
+def find_product_sites(root: nn.Module) -> dict[str, nn.Module]:
     """Every product site of `root` by name; a shared module appears under its first name."""
-    return {name: module for name, module in named_modules(root) if name and is_product(module)}
+    return {name: module for name, module in iterate_named_modules(root) if name and is_product_module(module)}
 
 
-def leaf_norms(root: nn.Module) -> dict[str, nn.Module]:
+def find_leaf_norms(root: nn.Module) -> dict[str, nn.Module]:
     """Every leaf norm of `root` by name."""
-    return {name: module for name, module in named_modules(root) if name and is_leaf_norm(module)}
+    return {name: module for name, module in iterate_named_modules(root) if name and is_leaf_norm(module)}
 
 
-def replace(root: nn.Module, site: str, module: nn.Module) -> nn.Module:
+def replace_module(root: nn.Module, site: str, module: nn.Module) -> nn.Module:
     """Put `module` at `site` of `root` and return the module that stood there."""
     parent_name, _, name = site.rpartition(".")
     parent = root.get_submodule(parent_name)
@@ -86,7 +86,7 @@ class ModulePath:
         return len(self._stack)
 
     def __enter__(self) -> ModulePath:
-        for site, module in named_modules(self._root):
+        for site, module in iterate_named_modules(self._root):
             self._handles.append(module.register_forward_pre_hook(self._enter(site), with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._leave(site), with_kwargs=True, always_call=True))
         return self
@@ -117,13 +117,13 @@ class ModulePath:
         return hook
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+def iterate_nested_tensors(value: Any) -> Iterator[Tensor]:
     """The tensors inside nested tuples, lists, dicts and model outputs, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
         for item in cast("dict[Any, Any]", value).values():
-            yield from tensors_in(item)
+            yield from iterate_nested_tensors(item)
     elif isinstance(value, (list, tuple)):
         for item in cast("Sequence[Any]", value):
-            yield from tensors_in(item)
+            yield from iterate_nested_tensors(item)

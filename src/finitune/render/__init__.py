@@ -7,11 +7,11 @@ from html import escape
 
 from finitune.report import Finding, Level, Report
 
-GROUPED_FROM = 10_000  # below this a number reads well without gaps
-PLAIN_BELOW = 10_000_000  # from here on a float is shorter with its exponent
+DIGIT_GROUPING_START = 10_000  # below this a number reads well without gaps
+_PLAIN_FLOAT_LIMIT = 10_000_000  # from here on a float is shorter with its exponent
 
 
-def verdict(report: Report) -> tuple[str, str]:
+def describe_report_verdict(report: Report) -> tuple[str, str]:
     """One word for the outcome, and the sentence behind it."""
     counted = [_counted(sum(f.level is level for f in report.findings), level.value) for level in Level]
     found = ", ".join(part for part in counted if part) or "nothing to report"
@@ -20,17 +20,17 @@ def verdict(report: Report) -> tuple[str, str]:
     return ("FAILED" if report.exit_code == 1 else "REFUSED"), f"{report.verb}: {found}"
 
 
-VERDICT = "VERDICT"
+_VERDICT_CODE = "VERDICT"
 """The code of the finding that answers the question as a whole."""
 
 
-def in_order(findings: Iterable[Finding]) -> list[Finding]:
+def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
     """The verdict first, if there is one; then errors, warnings and notes; within a level as they were found."""
     levels = list(Level)
-    return sorted(findings, key=lambda finding: (finding.code != VERDICT, levels.index(finding.level)))
+    return sorted(findings, key=lambda finding: (finding.code != _VERDICT_CODE, levels.index(finding.level)))
 
 
-def spelled(value: object) -> str:
+def format_value(value: object) -> str:
     """`value` as a person reads it.
 
     >>> spelled(81920.0), spelled(0.0130001), spelled(28), spelled(True), spelled([1, 2]), spelled(None)
@@ -41,17 +41,17 @@ def spelled(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
-        return f"{value:,}".replace(",", " ") if abs(value) >= GROUPED_FROM else str(value)
+        return f"{value:,}".replace(",", " ") if abs(value) >= DIGIT_GROUPING_START else str(value)
     if isinstance(value, float):
-        return spelled(round(value)) if GROUPED_FROM <= abs(value) < PLAIN_BELOW else f"{value:.4g}"
+        return format_value(round(value)) if DIGIT_GROUPING_START <= abs(value) < _PLAIN_FLOAT_LIMIT else f"{value:.4g}"
     if isinstance(value, dict):
-        return ", ".join(f"{spelled(key)} {spelled(item)}" for key, item in value.items())
+        return ", ".join(f"{format_value(key)} {format_value(item)}" for key, item in value.items())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return ", ".join(spelled(item) for item in value) or "-"
-    return printable(str(value))
+        return ", ".join(format_value(item) for item in value) or "-"
+    return escape_control_characters(str(value))
 
 
-def printable(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     r"""`text` without control characters: names come out of files, and must not steer a terminal.
 
     >>> printable("block\x1b[31m")
@@ -60,15 +60,15 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)
 
 
-def name_of(key: str) -> str:
+def format_figure_name(key: str) -> str:
     """A figure's key as words: 'share_fp16' reads 'share fp16'."""
-    return printable(key.replace("_", " "))
+    return escape_control_characters(key.replace("_", " "))
 
 
-def numbers(evidence: Mapping[str, object]) -> str:
+def format_evidence(evidence: Mapping[str, object]) -> str:
     """The evidence of a finding on one line, without lists of records: these are for JSON, and told in the message."""
     plain = {key: value for key, value in evidence.items() if not has_records(value)}
-    return ", ".join(f"{name_of(key)} {spelled(value)}" for key, value in plain.items())
+    return ", ".join(f"{format_figure_name(key)} {format_value(value)}" for key, value in plain.items())
 
 
 def has_records(value: object) -> bool:
@@ -76,9 +76,9 @@ def has_records(value: object) -> bool:
     return isinstance(value, (list, tuple)) and any(isinstance(one, Mapping) for one in value)
 
 
-def escaped(text: str) -> str:
+def escape_markup(text: str) -> str:
     """`text` as HTML and SVG can hold it, in an element or a quoted attribute."""
-    return escape(printable(text))
+    return escape(escape_control_characters(text))
 
 
 def _counted(count: int, noun: str) -> str:

@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from finitune.render import GROUPED_FROM
+from finitune.render import DIGIT_GROUPING_START
 
-LARGEST = 3.5e38  # a little above what fp32 holds: nothing beyond it is a measurement
-LEAST = 1e-45  # a little below fp32's least subnormal: nothing below it has a logarithm worth drawing
-FLAT = 5e-3  # values that differ by less than this share of themselves are one value to the eye
-FACTORS = (1, 2, 5)
+_MAX_DRAWABLE = 3.5e38  # a little above what fp32 holds: nothing beyond it is a measurement
+_MIN_DRAWABLE = 1e-45  # a little below fp32's least subnormal: nothing below it has a logarithm worth drawing
+_FLAT_SHARE = 5e-3  # values that differ by less than this share of themselves are one value to the eye
+_TICK_FACTORS = (1, 2, 5)
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """From `low` to `high`, with its round numbers and their spelling; even in the logarithm where `log`."""
 
     low: float
@@ -26,22 +26,24 @@ class Axis:
 
     def share(self, value: float) -> float:
         """How far along the axis `value` is: 0 at its low end, 1 at its high end, nothing beyond."""
-        low, high, value = ((math.log10(max(v, LEAST)) if self.log else v) for v in (self.low, self.high, value))
+        low, high, value = (
+            (math.log10(max(v, _MIN_DRAWABLE)) if self.log else v) for v in (self.low, self.high, value)
+        )
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
 @dataclass(frozen=True)
-class Step:
+class TickStep:
     """The distance of round numbers: `factor`, of 1, 2 and 5, times 10^`exponent`."""
 
     factor: int
     exponent: int
 
     @classmethod
-    def parting(cls, span: float, most: int) -> Step:
+    def parting(cls, span: float, most: int) -> TickStep:
         """The least step of which at most `most` - 1 fit into `span`."""
         exponent = math.floor(math.log10(span / most))
-        steps = (cls(factor, power) for power in (exponent, exponent + 1) for factor in FACTORS)
+        steps = (cls(factor, power) for power in (exponent, exponent + 1) for factor in _TICK_FACTORS)
         return next(step for step in steps if span / step.at(1) <= most - 1)
 
     def at(self, count: int) -> float:
@@ -58,41 +60,41 @@ class Step:
         return -self.below(-value)
 
 
-def drawable(value: float, log: bool = False) -> bool:
+def is_drawable(value: float, log: bool = False) -> bool:
     """Whether a value has a place on an axis."""
-    return math.isfinite(value) and abs(value) <= LARGEST and (value >= LEAST or not log)
+    return math.isfinite(value) and abs(value) <= _MAX_DRAWABLE and (value >= _MIN_DRAWABLE or not log)
 
 
-def covering(values: Sequence[float], most: int = 6, log: bool = False) -> Axis:
+def build_enclosing_axis(values: Sequence[float], most: int = 6, log: bool = False) -> ChartAxis:
     """The axis whose first and last of at most `most` + 1 round numbers enclose drawable `values`, at least one."""
     low, high = min(values), max(values)
     if log:
         ticks = _fine(low, high, most) or _decades(low, high, most)
-        return Axis(ticks[0], ticks[-1], tuple(ticks), tuple(map(_spelled_alone, ticks)), log=True)
-    if _is_flat(low, high, FLAT):  # shown against zero
+        return ChartAxis(ticks[0], ticks[-1], tuple(ticks), tuple(map(_spelled_alone, ticks)), log=True)
+    if _is_flat(low, high, _FLAT_SHARE):  # shown against zero
         low, high = min(0.0, low), max(0.0, high)
-    if high - low < LEAST:
+    if high - low < _MIN_DRAWABLE:
         low, high = 0.0, 1.0
-    step = Step.parting(high - low, most)
+    step = TickStep.parting(high - low, most)
     ticks = [step.at(count) for count in range(step.below(low), step.above(high) + 1)]
-    return Axis(ticks[0], ticks[-1], tuple(ticks), tuple(_spelled(ticks, step.exponent)))
+    return ChartAxis(ticks[0], ticks[-1], tuple(ticks), tuple(_spelled(ticks, step.exponent)))
 
 
-def within(values: Sequence[float], most: int = 8) -> Axis:
+def build_tight_axis(values: Sequence[float], most: int = 8) -> ChartAxis:
     """The axis that ends where drawable `values` do, with round numbers inside; whole ones where all values are."""
     low, high = float(min(values)), float(max(values))
-    if _is_flat(low, high, FLAT * FLAT):
-        room = max(0.5, FLAT * abs(low))
+    if _is_flat(low, high, _FLAT_SHARE * _FLAT_SHARE):
+        room = max(0.5, _FLAT_SHARE * abs(low))
         low, high = low - room, high + room
-    step = Step.parting(high - low, most)
+    step = TickStep.parting(high - low, most)
     if step.exponent < 0 and all(value == round(value) for value in values):
-        step = Step(1, 0)
+        step = TickStep(1, 0)
     ticks = [step.at(count) for count in range(step.above(low), step.below(high) + 1)]
-    return Axis(low, high, tuple(ticks), tuple(_spelled(ticks, step.exponent)))
+    return ChartAxis(low, high, tuple(ticks), tuple(_spelled(ticks, step.exponent)))
 
 
 def _is_flat(low: float, high: float, share: float) -> bool:
-    return high - low <= max(LEAST, share * max(abs(low), abs(high)))
+    return high - low <= max(_MIN_DRAWABLE, share * max(abs(low), abs(high)))
 
 
 def _fine(low: float, high: float, most: int) -> list[float]:
@@ -100,7 +102,7 @@ def _fine(low: float, high: float, most: int) -> list[float]:
     first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
     if last - first > most + 2:
         return []
-    steps = [float(f"{factor}e{exponent}") for exponent in range(first, last + 1) for factor in FACTORS]
+    steps = [float(f"{factor}e{exponent}") for exponent in range(first, last + 1) for factor in _TICK_FACTORS]
     begin = max(place for place, step in enumerate(steps) if step <= low)
     end = min(place for place, step in enumerate(steps) if step >= high and place > begin)
     return steps[begin : end + 1] if end - begin <= most else []
@@ -128,7 +130,9 @@ def _spelled(ticks: Sequence[float], exponent: int) -> Iterator[str]:
         if not tick:
             yield "0"
         elif 1e-3 <= largest < 1e6 and places < 6:
-            yield (f"{tick:,.{places}f}" if abs(tick) >= GROUPED_FROM else f"{tick:.{places}f}").replace(",", " ")
+            yield (f"{tick:,.{places}f}" if abs(tick) >= DIGIT_GROUPING_START else f"{tick:.{places}f}").replace(
+                ",", " "
+            )
         else:
             digits = max(0, math.floor(math.log10(abs(tick)) + 1e-9) - exponent)
             mantissa, _, power = f"{tick:.{digits}e}".partition("e")

@@ -10,10 +10,10 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from finitune.render import escaped, in_order, name_of, numbers, spelled
+from finitune.render import escape_markup, format_evidence, format_figure_name, format_value, sort_findings
 from finitune.report import Finding, Table
 
-CSS = """
+HTML_PAGE_CSS = """
 :root { color-scheme: light dark; --ink: #1c2024; --dim: #667; --paper: #fff; --line: #dde; --sheet: #f6f7f9;
   --error: #c62a2f; --warning: #8f5a00; --note: #205ea8; --good: #18794e;
   --curve-1: #2468b4; --curve-2: #c2500a; --curve-3: #1a7f4b; --curve-4: #8250c4; --curve-5: #c03074;
@@ -54,11 +54,11 @@ pre { overflow-x: auto; padding: 1rem; background: var(--sheet); border-radius: 
   border-radius: 4px; background: var(--sheet); }
 details { margin: 1rem 0; } summary { cursor: pointer; font-weight: 600; }
 """
-KINDS = {None: "", True: "good", False: "bad"}
-POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_CSS_CLASS_BY_GOOD = {None: "", True: "good", False: "bad"}
+_CONTENT_SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
-class Picture(NamedTuple):
+class HtmlImage(NamedTuple):
     """A PNG with what it shows and what was found of it."""
 
     caption: str
@@ -67,7 +67,7 @@ class Picture(NamedTuple):
     good: bool | None = None
 
 
-class Card(NamedTuple):
+class SummaryCard(NamedTuple):
     """A question, its answer in a word or a number, and what stands behind it."""
 
     question: str
@@ -76,70 +76,73 @@ class Card(NamedTuple):
     good: bool | None = None
 
 
-class Page:
+class HtmlPage:
     """A page made from top to bottom; each method adds one section and returns the page."""
 
     def __init__(self, title: str):
         self._title = title
-        self._sections = [f"<h1>{escaped(title)}</h1>"]
+        self._sections = [f"<h1>{escape_markup(title)}</h1>"]
 
-    def heading(self, text: str) -> Page:
+    def heading(self, text: str) -> HtmlPage:
         """Add a heading."""
-        return self._add(f"<h2>{escaped(text)}</h2>")
+        return self._add(f"<h2>{escape_markup(text)}</h2>")
 
-    def prose(self, text: str) -> Page:
+    def prose(self, text: str) -> HtmlPage:
         """Add paragraphs; a blank line parts them."""
-        return self._add("".join(f"<p>{escaped(part.strip())}</p>" for part in text.split("\n\n") if part.strip()))
+        return self._add(
+            "".join(f"<p>{escape_markup(part.strip())}</p>" for part in text.split("\n\n") if part.strip())
+        )
 
-    def code(self, text: str) -> Page:
+    def code(self, text: str) -> HtmlPage:
         """Add text as it stands."""
-        return self._add(f"<pre><code>{escaped(text)}</code></pre>")
+        return self._add(f"<pre><code>{escape_markup(text)}</code></pre>")
 
-    def chart(self, svg: str) -> Page:
+    def chart(self, svg: str) -> HtmlPage:
         """Add an SVG of our own; raises ValueError for anything else, since it is not escaped."""
         return self._add(f'<div class="wide">{_own(svg)}</div>')
 
-    def charts(self, svgs: Iterable[str]) -> Page:
+    def charts(self, svgs: Iterable[str]) -> HtmlPage:
         """Add narrow charts, side by side where there is room; as `chart` of each."""
         return self._add(f'<div class="pair">{"".join(map(_own, svgs))}</div>')
 
-    def cards(self, cards: Iterable[Card]) -> Page:
+    def cards(self, cards: Iterable[SummaryCard]) -> HtmlPage:
         """Add what is asked first, each answer large."""
         return self._add(f'<div class="cards">{"".join(map(_card, cards))}</div>')
 
-    def picture_row(self, pictures: Iterable[tuple[str, bytes, str] | Picture]) -> Page:
+    def picture_row(self, pictures: Iterable[tuple[str, bytes, str] | HtmlImage]) -> HtmlPage:
         """Add PNG pictures side by side, each pixel shown as a square, with caption and verdict."""
-        figures = (_figure(item if isinstance(item, Picture) else Picture(*item)) for item in pictures)
+        figures = (_figure(item if isinstance(item, HtmlImage) else HtmlImage(*item)) for item in pictures)
         return self._add(f'<div class="row">{"".join(figures)}</div>')
 
-    def picture_grid(self, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[Picture | None]]]) -> Page:
+    def picture_grid(self, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[HtmlImage | None]]]) -> HtmlPage:
         """Add pictures by row and column, those that are not good with their verdict."""
-        head = "".join(f'<th scope="col">{escaped(column)}</th>' for column in columns)
+        head = "".join(f'<th scope="col">{escape_markup(column)}</th>' for column in columns)
         body = "".join(
-            f'<tr><th scope="row">{escaped(name)}</th>{"".join(map(_cell, pictures))}</tr>' for name, pictures in rows
+            f'<tr><th scope="row">{escape_markup(name)}</th>{"".join(map(_cell, pictures))}</tr>'
+            for name, pictures in rows
         )
         return self._add(f'<div class="wide"><table class="grid"><tr><td></td>{head}</tr>{body}</table></div>')
 
-    def folded(self, within: Page) -> Page:
+    def add_folded_page(self, within: HtmlPage) -> HtmlPage:
         """Add the sections of another page behind its title, which opens them."""
         body = "\n".join(within._sections[1:])
-        return self._add(f"<details><summary>{escaped(within._title)}</summary>\n{body}\n</details>")
+        return self._add(f"<details><summary>{escape_markup(within._title)}</summary>\n{body}\n</details>")
 
-    def table(self, table: Table) -> Page:
+    def table(self, table: Table) -> HtmlPage:
         """Add a table."""
-        head = "".join(f'<th scope="col">{escaped(column)}</th>' for column in table.columns)
+        head = "".join(f'<th scope="col">{escape_markup(column)}</th>' for column in table.columns)
         body = "".join(f"<tr>{_cells(row)}</tr>" for row in table.rows)
-        caption = f"<caption>{escaped(table.title)}</caption>"
+        caption = f"<caption>{escape_markup(table.title)}</caption>"
         return self._add(f'<div class="wide"><table>{caption}<tr>{head}</tr>{body}</table></div>')
 
-    def figures(self, title: str, figures: Mapping[str, object]) -> Page:
+    def figures(self, title: str, figures: Mapping[str, object]) -> HtmlPage:
         """Add named figures as a table of two columns."""
-        rows = tuple((name_of(key), spelled(value)) for key, value in figures.items())
+        rows = tuple((format_figure_name(key), format_value(value)) for key, value in figures.items())
         return self.table(Table(title, ("figure", "value"), rows))
 
-    def findings(self, findings: Iterable[Finding]) -> Page:
+    def findings(self, findings: Iterable[Finding]) -> HtmlPage:
         """Add findings, the worst first."""
-        return self._add("".join(_finding(finding) for finding in in_order(findings)))
+        return self._add("".join(_finding(finding) for finding in sort_findings(findings)))
 
     def render(self) -> str:
         """The whole page."""
@@ -148,10 +151,10 @@ class Page:
             '<html lang="en">',
             "<head>",
             '<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+            f'<meta http-equiv="Content-Security-Policy" content="{_CONTENT_SECURITY_POLICY}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escaped(self._title)}</title>",
-            f"<style>{CSS}</style>",
+            f"<title>{escape_markup(self._title)}</title>",
+            f"<style>{HTML_PAGE_CSS}</style>",
             "</head>",
             "<body>",
             *self._sections,
@@ -160,7 +163,7 @@ class Page:
         ]
         return "\n".join(lines) + "\n"
 
-    def _add(self, section: str) -> Page:
+    def _add(self, section: str) -> HtmlPage:
         self._sections.append(section)
         return self
 
@@ -172,38 +175,38 @@ def _own(svg: str) -> str:
     return svg
 
 
-def _image(picture: Picture) -> str:
+def _image(picture: HtmlImage) -> str:
     source = f"data:image/png;base64,{b64encode(picture.png).decode('ascii')}"
-    return f'<img src="{source}" alt="{escaped(f"{picture.caption}: {picture.verdict}")}">'
+    return f'<img src="{source}" alt="{escape_markup(f"{picture.caption}: {picture.verdict}")}">'
 
 
-def _figure(picture: Picture) -> str:
-    verdict = f'<b class="{KINDS[picture.good]}">{escaped(picture.verdict)}</b>'
-    return f"<figure>{_image(picture)}<figcaption>{verdict}{escaped(picture.caption)}</figcaption></figure>"
+def _figure(picture: HtmlImage) -> str:
+    verdict = f'<b class="{_CSS_CLASS_BY_GOOD[picture.good]}">{escape_markup(picture.verdict)}</b>'
+    return f"<figure>{_image(picture)}<figcaption>{verdict}{escape_markup(picture.caption)}</figcaption></figure>"
 
 
-def _cell(picture: Picture | None) -> str:
+def _cell(picture: HtmlImage | None) -> str:
     if picture is None:
         return "<td>-</td>"
-    verdict = f'<b class="bad">{escaped(picture.verdict)}</b>' if picture.good is False else ""
+    verdict = f'<b class="bad">{escape_markup(picture.verdict)}</b>' if picture.good is False else ""
     return f"<td>{_image(picture)}{verdict}</td>"
 
 
-def _card(card: Card) -> str:
-    answer = f'<b class="{KINDS[card.good]}">{escaped(card.answer)}</b>'
-    return f"<div><span>{escaped(card.question)}</span>{answer}<small>{escaped(card.detail)}</small></div>"
+def _card(card: SummaryCard) -> str:
+    answer = f'<b class="{_CSS_CLASS_BY_GOOD[card.good]}">{escape_markup(card.answer)}</b>'
+    return f"<div><span>{escape_markup(card.question)}</span>{answer}<small>{escape_markup(card.detail)}</small></div>"
 
 
 def _finding(finding: Finding) -> str:
-    evidence = numbers(finding.evidence)
+    evidence = format_evidence(finding.evidence)
     parts = [
-        f"<p><b>{finding.level.value.upper()} {escaped(finding.code)}</b> {escaped(finding.subject)}</p>",
-        f"<p>{escaped(finding.message)}</p>",
-        f"<p><small>{escaped(evidence)}</small></p>" if evidence else "",
-        f"<p>{escaped(finding.remedy)}</p>" if finding.remedy else "",
+        f"<p><b>{finding.level.value.upper()} {escape_markup(finding.code)}</b> {escape_markup(finding.subject)}</p>",
+        f"<p>{escape_markup(finding.message)}</p>",
+        f"<p><small>{escape_markup(evidence)}</small></p>" if evidence else "",
+        f"<p>{escape_markup(finding.remedy)}</p>" if finding.remedy else "",
     ]
     return f'<div class="finding {finding.level.value}">{"".join(parts)}</div>'
 
 
 def _cells(row: Iterable[str]) -> str:
-    return "".join(f"<td>{escaped(cell)}</td>" for cell in row)
+    return "".join(f"<td>{escape_markup(cell)}</td>" for cell in row)

@@ -12,33 +12,42 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table as Grid
 from rich.text import Text
 
-from finitune.render import in_order, name_of, numbers, printable, spelled, verdict
+from finitune.render import (
+    describe_report_verdict,
+    escape_control_characters,
+    format_evidence,
+    format_figure_name,
+    format_value,
+    sort_findings,
+)
 from finitune.report import Finding, Level, Report, Table
 
-STYLES = {Level.ERROR: "bold red", Level.WARNING: "bold yellow", Level.NOTE: "bold blue"}
-VERDICT_STYLES = {"OK": "bold green", "FAILED": "bold red", "REFUSED": "bold red"}
-INDENT = 2
-SECONDS_BETWEEN_LINES = 10.0
+_STYLE_BY_LEVEL = {Level.ERROR: "bold red", Level.WARNING: "bold yellow", Level.NOTE: "bold blue"}
+_STYLE_BY_VERDICT = {"OK": "bold green", "FAILED": "bold red", "REFUSED": "bold red"}
+_INDENT = 2
+_STATUS_INTERVAL_SECONDS = 10.0
 
 
-def show(report: Report, console: Console) -> None:
+def print_report(report: Report, console: Console) -> None:
     """Print the verdict, then the findings by level, the figures, the tables and the files written.
 
     A figure that a table tells in more words is left to the table, whose title is its name.
     """
-    word, sentence = verdict(report)
+    word, sentence = describe_report_verdict(report)
     told = {table.title for table in report.tables}
     figures = {name: value for name, value in report.figures.items() if name not in told}
-    console.print(Text.assemble((word, VERDICT_STYLES[word]), "  ", printable(sentence)))
+    console.print(Text.assemble((word, _STYLE_BY_VERDICT[word]), "  ", escape_control_characters(sentence)))
     sections = [
-        *(_finding(finding) for finding in in_order(report.findings)),
+        *(_finding(finding) for finding in sort_findings(report.findings)),
         *([_pairs("Figures", figures)] if figures else []),
         *(_table(table) for table in report.tables),
         *([_pairs("Files", report.artifacts)] if report.artifacts else []),
     ]
     errors = [finding.code for finding in report.findings if finding.level is Level.ERROR]
     if errors:
-        sections.append(Text(f"More about a code: finitune explain {printable(errors[0])}", style="dim"))
+        sections.append(
+            Text(f"More about a code: finitune explain {escape_control_characters(errors[0])}", style="dim")
+        )
     for section in sections:
         console.print()
         console.print(section)
@@ -47,19 +56,19 @@ def show(report: Report, console: Console) -> None:
 def _finding(finding: Finding) -> RenderableType:
     """LEVEL  CODE  place, and below it what was found, the numbers, and what to do."""
     heading = Text.assemble(
-        (finding.level.value.upper(), STYLES[finding.level]),
+        (finding.level.value.upper(), _STYLE_BY_LEVEL[finding.level]),
         "  ",
         (finding.code, "bold"),
         "  ",
-        printable(finding.subject),
+        escape_control_characters(finding.subject),
         overflow="fold",
     )
-    lines = [Text(printable(finding.message), overflow="fold")]
+    lines = [Text(escape_control_characters(finding.message), overflow="fold")]
     if finding.evidence:
-        lines.append(Text(numbers(finding.evidence), style="dim", overflow="fold"))
+        lines.append(Text(format_evidence(finding.evidence), style="dim", overflow="fold"))
     if finding.remedy:
-        lines.append(Text.assemble(("Remedy  ", "green"), printable(finding.remedy), overflow="fold"))
-    return Group(heading, Padding(Group(*lines), (0, 0, 0, INDENT), expand=False))
+        lines.append(Text.assemble(("Remedy  ", "green"), escape_control_characters(finding.remedy), overflow="fold"))
+    return Group(heading, Padding(Group(*lines), (0, 0, 0, _INDENT), expand=False))
 
 
 def _pairs(title: str, pairs: Mapping[str, object]) -> RenderableType:
@@ -67,18 +76,22 @@ def _pairs(title: str, pairs: Mapping[str, object]) -> RenderableType:
     grid.add_column(style="dim", overflow="fold")
     grid.add_column(overflow="fold")
     for key, value in pairs.items():
-        grid.add_row(Text(name_of(key)), Text(spelled(value)))
-    return Group(Text(title, style="bold"), Padding(grid, (0, 0, 0, INDENT), expand=False))
+        grid.add_row(Text(format_figure_name(key)), Text(format_value(value)))
+    return Group(Text(title, style="bold"), Padding(grid, (0, 0, 0, _INDENT), expand=False))
 
 
 def _table(table: Table) -> RenderableType:
     grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for index, column in enumerate(table.columns):
         numeric = bool(table.rows) and all(_is_number(row[index]) for row in table.rows)
-        grid.add_column(Text(printable(column)), justify="right" if numeric else "left", overflow="fold")
+        grid.add_column(
+            Text(escape_control_characters(column)), justify="right" if numeric else "left", overflow="fold"
+        )
     for row in table.rows:
-        grid.add_row(*(Text(printable(cell)) for cell in row))
-    return Group(Text(printable(table.title), style="bold"), Padding(grid, (0, 0, 0, INDENT), expand=False))
+        grid.add_row(*(Text(escape_control_characters(cell)) for cell in row))
+    return Group(
+        Text(escape_control_characters(table.title), style="bold"), Padding(grid, (0, 0, 0, _INDENT), expand=False)
+    )
 
 
 def _is_number(cell: str) -> bool:
@@ -89,13 +102,13 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-class Bars:
+class TerminalProgress:
     """Progress bars; gone when the work is. Where there is no terminal (a pipe, a log, a notebook) there are none, and
     what a stage says of itself is a line now and then.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
-        self._console, self._clock, self._said = console, clock, -SECONDS_BETWEEN_LINES
+        self._console, self._clock, self._said = console, clock, -_STATUS_INTERVAL_SECONDS
         self._progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -109,7 +122,7 @@ class Bars:
         )
         self._tasks: dict[str, TaskID] = {}
 
-    def __enter__(self) -> Bars:
+    def __enter__(self) -> TerminalProgress:
         self._progress.start()
         return self
 
@@ -118,7 +131,7 @@ class Bars:
 
     def start(self, name: str, total: int | None) -> None:
         """Show a bar for stage `name`; one of unknown length where `total` is None."""
-        self._tasks[name] = self._progress.add_task(printable(name), total=total, said="")
+        self._tasks[name] = self._progress.add_task(escape_control_characters(name), total=total, said="")
 
     def advance(self, name: str, count: int = 1) -> None:
         """Move the bar of stage `name` by `count` steps."""
@@ -127,14 +140,14 @@ class Bars:
     def say(self, name: str, text: str) -> None:
         """Show how stage `name` stands: beside its bar, or as a line where there are no bars, every ten seconds."""
         if self._console.is_terminal:
-            self._progress.update(self._tasks[name], said=printable(text))
-        elif self._clock() - self._said >= SECONDS_BETWEEN_LINES:
+            self._progress.update(self._tasks[name], said=escape_control_characters(text))
+        elif self._clock() - self._said >= _STATUS_INTERVAL_SECONDS:
             self._said = self._clock()
             self.tell(f"{name}: {text}")
 
     def tell(self, text: str) -> None:
         """Print a line above the bars."""
-        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(escape_control_characters(text), markup=False, highlight=False, soft_wrap=True)
 
     def finish(self, name: str) -> None:
         """Take the bar of stage `name` away."""

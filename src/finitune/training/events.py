@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from finitune.numerics.formats import HALF
+from finitune.numerics.formats import FP16
 from finitune.report import Finding
 
 
 @dataclass(frozen=True)
-class Measured:
+class TrialStepMeasured:
     """One real step at the largest bucket, before the first: what the run will need.
 
     Memory in bytes; `memory_total` None where it is not known; seconds for one optimiser step, of all micro-batches;
@@ -31,7 +31,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Started:
+class TrainingStarted:
     """The arithmetic of the run: where it begins, where it ends, and what a step is made of."""
 
     first_step: int
@@ -49,7 +49,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepTaken:
     """An optimiser step is over; `taken` says whether it reached the adapter. `loss` may be non-finite where not."""
 
     step: int
@@ -65,7 +65,7 @@ class Stepped:
 
 
 @dataclass(frozen=True)
-class Told:
+class FindingRaised:
     """Something that should be known, at a step."""
 
     step: int
@@ -73,7 +73,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSaved:
     """Files that were written, read back and checked."""
 
     step: int
@@ -83,7 +83,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Previewed:
+class PreviewsDrawn:
     """Pictures that were drawn with the adapter as it is."""
 
     step: int
@@ -92,7 +92,7 @@ class Previewed:
 
 
 @dataclass(frozen=True)
-class Validated:
+class ValidationMeasured:
     """The loss on the pictures kept out: its mean, and by sigma."""
 
     step: int
@@ -101,7 +101,7 @@ class Validated:
 
 
 @dataclass(frozen=True)
-class Ranged:
+class RangesMeasured:
     """The largest magnitude that left each block of the denoiser on one batch, and with it the room below 65504."""
 
     step: int
@@ -113,11 +113,11 @@ class Ranged:
         if not all(map(math.isfinite, self.amax.values())):
             return -math.inf
         largest = max(self.amax.values(), default=0.0)
-        return math.log2(HALF.max / largest) if largest > 0 else math.inf
+        return math.log2(FP16.max / largest) if largest > 0 else math.inf
 
 
 @dataclass(frozen=True)
-class RolledBack:
+class StepsRolledBack:
     """The run has gone back to a good state."""
 
     step: int
@@ -126,7 +126,7 @@ class RolledBack:
 
 
 @dataclass(frozen=True)
-class Finished:
+class TrainingFinished:
     """The end: `reason` is "done", "stopped" (as asked) or "given up" (by the guard)."""
 
     step: int
@@ -135,4 +135,15 @@ class Finished:
     paths: Mapping[str, Path] = field(default_factory=dict)
 
 
-Event = Measured | Started | Stepped | Told | Saved | Previewed | Validated | Ranged | RolledBack | Finished
+TrainingEvent = (
+    TrialStepMeasured
+    | TrainingStarted
+    | StepTaken
+    | FindingRaised
+    | CheckpointSaved
+    | PreviewsDrawn
+    | ValidationMeasured
+    | RangesMeasured
+    | StepsRolledBack
+    | TrainingFinished
+)

@@ -23,15 +23,17 @@ from finitune.config.schema import GuardSection
 from finitune.errors import NumericsError
 from finitune.report import Finding, Level
 
-NAMES_SHOWN = 5
-EVENTS_KEPT = 100
-FINDINGS_SHOWN = 20
+_MAX_NAMES_SHOWN = 5
+_MAX_EVENTS_KEPT = 100
+_MAX_QUARANTINE_FINDINGS = 20
 
-LOWER_RATE = "If it comes often: a lower learning rate, a smaller max_grad_norm, or precision = 'current-half'."
-ONE_IS_NO_HARM = "A skipped step is no harm. Many of them are a reason to run `finitune diagnose` on the base model."
+_LOWER_RATE_REMEDY = "If it comes often: a lower learning rate, a smaller max_grad_norm, or precision = 'current-half'."
+_SKIPPED_STEP_REMEDY = (
+    "A skipped step is no harm. Many of them are a reason to run `finitune diagnose` on the base model."
+)
 
 
-class Action(str, Enum):
+class GuardAction(str, Enum):
     """What follows from a step, the mildest first."""
 
     OK = "ok"
@@ -41,17 +43,17 @@ class Action(str, Enum):
     STOP = "stop"
 
 
-CODES = {
-    Action.SKIP: "GUARD-SKIPPED",
-    Action.QUARANTINE: "GUARD-QUARANTINED",
-    Action.ROLLBACK: "GUARD-ROLLED-BACK",
-    Action.STOP: "GUARD-STOPPED",
+CODE_BY_GUARD_ACTION = {
+    GuardAction.SKIP: "GUARD-SKIPPED",
+    GuardAction.QUARANTINE: "GUARD-QUARANTINED",
+    GuardAction.ROLLBACK: "GUARD-ROLLED-BACK",
+    GuardAction.STOP: "GUARD-STOPPED",
 }
 """What findings of an action are called."""
 
 
 @dataclass(frozen=True)
-class Evidence:
+class StepEvidence:
     """What is known of a step, over all processes once `merged`.
 
     `names` are the step's samples; `suspects` those of them that are not finite when looked at alone; `where` names the
@@ -76,7 +78,7 @@ class Evidence:
         return finite and self.adapter_sound and not self.suspects
 
     @property
-    def acquits_the_model(self) -> bool:
+    def is_model_acquitted(self) -> bool:
         """Whether some samples of the step are to blame, and others were finite with the same weights."""
         return bool(self.suspects) and not set(self.names) <= set(self.suspects)
 
@@ -93,7 +95,7 @@ class Evidence:
         return f"{kind} is not finite" + (f" ({self.where})" if self.where else "") if kind else ""
 
     @classmethod
-    def merged(cls, parts: Sequence[Evidence]) -> Evidence:
+    def merged(cls, parts: Sequence[StepEvidence]) -> StepEvidence:
         """The evidence of all processes, in the order of their ranks: what is bad for one is bad for all.
 
         Raises NumericsError (RANKS-OUT-OF-STEP) where they speak of different steps.
@@ -108,28 +110,28 @@ class Evidence:
             )
         return cls(
             step=parts[0].step,
-            names=united(part.names for part in parts),
+            names=merge_sample_names(part.names for part in parts),
             loss_finite=all(part.loss_finite for part in parts),
             gradient_finite=all(part.gradient_finite for part in parts),
             weights_finite=all(part.weights_finite for part in parts),
             base_finite=all(part.base_finite for part in parts),
             adapter_sound=all(part.adapter_sound for part in parts),
-            suspects=united(part.suspects for part in parts),
+            suspects=merge_sample_names(part.suspects for part in parts),
             where=next((part.where for part in parts if part.where), ""),
         )
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardDecision:
     """What to do: with the samples concerned, and why."""
 
-    action: Action
+    action: GuardAction
     reason: str = ""
     names: tuple[str, ...] = ()
 
 
 @dataclass
-class Guard:
+class TrainingGuard:
     """Judges the steps of a run over `examples` different pictures, and remembers what it did.
 
     `quarantined` are the pictures left out from now on, by name, with step and reason; read it after each verdict: a
@@ -152,47 +154,47 @@ class Guard:
     events: list[dict[str, Any]] = field(default_factory=list)
     stopped: dict[str, Any] | None = None
 
-    def judge(self, evidence: Evidence) -> Verdict:
+    def judge(self, evidence: StepEvidence) -> GuardDecision:
         """The verdict on a step; a STOP is for good."""
         if self.stopped:
-            return Verdict(Action.STOP, self.stopped["reason"], tuple(self.stopped["names"]))
+            return GuardDecision(GuardAction.STOP, self.stopped["reason"], tuple(self.stopped["names"]))
         verdict = self._verdict(evidence)
         self._book(evidence, verdict)
         return verdict
 
-    def _verdict(self, evidence: Evidence) -> Verdict:
+    def _verdict(self, evidence: StepEvidence) -> GuardDecision:
         if evidence.ok:
-            return Verdict(Action.OK)
+            return GuardDecision(GuardAction.OK)
         if not evidence.base_finite:
-            return Verdict(Action.STOP, evidence.fault)
+            return GuardDecision(GuardAction.STOP, evidence.fault)
         if not (evidence.weights_finite and evidence.adapter_sound):
             return self._back(evidence.fault)
         fresh = tuple(name for name in evidence.suspects if name not in self.quarantined)
         if fresh and self.settings.quarantine:
-            reason = f"{evidence.fault} for {listed(fresh)} alone"
+            reason = f"{evidence.fault} for {format_sample_names(fresh)} alone"
             if 2 * (len(self.quarantined) + len(fresh)) > self.examples:
                 reason = f"more than half of the {self.examples} pictures would be left out; {reason}"
                 hopeless = self._certain(evidence, fresh) or not self.good
-                return Verdict(Action.STOP, reason, fresh) if hopeless else self._back(reason, fresh)
+                return GuardDecision(GuardAction.STOP, reason, fresh) if hopeless else self._back(reason, fresh)
             if self._certain(evidence, fresh) or self.streak < self.settings.max_skips:
-                return Verdict(Action.QUARANTINE, reason, fresh)
-        reason = f"{evidence.fault}, in a step with {listed(evidence.suspects or evidence.names)}"
+                return GuardDecision(GuardAction.QUARANTINE, reason, fresh)
+        reason = f"{evidence.fault}, in a step with {format_sample_names(evidence.suspects or evidence.names)}"
         if self.streak < self.settings.max_skips:
-            return Verdict(Action.SKIP, reason, evidence.suspects)
+            return GuardDecision(GuardAction.SKIP, reason, evidence.suspects)
         return self._back(f"{self.streak + 1} bad steps in a row; in the last, {reason}", evidence.suspects)
 
-    def _certain(self, evidence: Evidence, fresh: Sequence[str]) -> bool:
+    def _certain(self, evidence: StepEvidence, fresh: Sequence[str]) -> bool:
         """Whether the samples are to blame, and not the model."""
-        return evidence.acquits_the_model or set(fresh) <= set(self.pardoned)
+        return evidence.is_model_acquitted or set(fresh) <= set(self.pardoned)
 
-    def _back(self, reason: str, names: tuple[str, ...] = ()) -> Verdict:
+    def _back(self, reason: str, names: tuple[str, ...] = ()) -> GuardDecision:
         if self.returns < self.settings.max_rollbacks:
-            return Verdict(Action.ROLLBACK, reason, names)
-        return Verdict(Action.STOP, f"went back {self.returns} times, and again: {reason}", names)
+            return GuardDecision(GuardAction.ROLLBACK, reason, names)
+        return GuardDecision(GuardAction.STOP, f"went back {self.returns} times, and again: {reason}", names)
 
-    def _book(self, evidence: Evidence, verdict: Verdict) -> None:
+    def _book(self, evidence: StepEvidence, verdict: GuardDecision) -> None:
         match verdict.action:
-            case Action.OK:
+            case GuardAction.OK:
                 self.good += 1
                 self.streak = 0
                 self.provisional.clear()
@@ -200,20 +202,20 @@ class Guard:
                 if self.good_since_return >= self.settings.snapshot_every:
                     self.returns = 0
                 return
-            case Action.SKIP:
+            case GuardAction.SKIP:
                 self.skipped += 1
                 self.streak += 1
-            case Action.QUARANTINE:
+            case GuardAction.QUARANTINE:
                 self.quarantines += 1
                 entry = {"step": evidence.step, "reason": evidence.fault}
                 self.quarantined |= {name: dict(entry) for name in verdict.names}
-                if evidence.acquits_the_model:
+                if evidence.is_model_acquitted:
                     self.streak = 0
                     self.provisional.clear()
                 elif not self._certain(evidence, verdict.names):
                     self.streak += 1
                     self.provisional += verdict.names
-            case Action.ROLLBACK:
+            case GuardAction.ROLLBACK:
                 self.rolled_back += 1
                 self.returns += 1
                 self.streak = self.good_since_return = 0
@@ -221,12 +223,12 @@ class Guard:
                     del self.quarantined[name]
                 self.pardoned += [*self.provisional, *verdict.names]
                 self.provisional.clear()
-            case Action.STOP:
+            case GuardAction.STOP:
                 self.stopped = {"step": evidence.step, "reason": verdict.reason, "names": list(verdict.names)}
         self._remember(evidence.step, verdict)
 
-    def _remember(self, step: int, verdict: Verdict) -> None:
-        if len(self.events) < EVENTS_KEPT:
+    def _remember(self, step: int, verdict: GuardDecision) -> None:
+        if len(self.events) < _MAX_EVENTS_KEPT:
             self.events.append({"step": step, "action": verdict.action.value, "reason": verdict.reason})
 
     def counts(self) -> dict[str, int]:
@@ -254,38 +256,49 @@ class Guard:
         found = [
             Finding(
                 Level.WARNING,
-                CODES[Action.QUARANTINE],
+                CODE_BY_GUARD_ACTION[GuardAction.QUARANTINE],
                 name,
                 f"left out from step {entry['step']} on: {entry['reason']}",
                 dict(entry),
                 "Look at the picture, its mask and its caption; remove its cache entries; or take it out.",
             )
-            for name, entry in islice(self.quarantined.items(), FINDINGS_SHOWN)
+            for name, entry in islice(self.quarantined.items(), _MAX_QUARANTINE_FINDINGS)
         ]
-        if (rest := len(self.quarantined) - FINDINGS_SHOWN) > 0:
+        if (rest := len(self.quarantined) - _MAX_QUARANTINE_FINDINGS) > 0:
             message = f"{rest} more pictures were left out"
-            found.append(Finding(Level.WARNING, CODES[Action.QUARANTINE], "dataset", message, {"count": rest}))
+            found.append(
+                Finding(
+                    Level.WARNING, CODE_BY_GUARD_ACTION[GuardAction.QUARANTINE], "dataset", message, {"count": rest}
+                )
+            )
         if self.stopped:
             remedy = (
                 "The last good file is kept. Run `finitune diagnose` on the base model, or lower the learning rate."
             )
             message = f"the run was stopped: {self.stopped['reason']}"
             subject = f"step {self.stopped['step']}"
-            found.insert(0, Finding(Level.ERROR, CODES[Action.STOP], subject, message, dict(self.stopped), remedy))
+            found.insert(
+                0,
+                Finding(
+                    Level.ERROR, CODE_BY_GUARD_ACTION[GuardAction.STOP], subject, message, dict(self.stopped), remedy
+                ),
+            )
         for action, count, what, remedy in (
-            (Action.ROLLBACK, self.rolled_back, "went back to a good state", LOWER_RATE),
-            (Action.SKIP, self.skipped, "left out a step", ONE_IS_NO_HARM),
+            (GuardAction.ROLLBACK, self.rolled_back, "went back to a good state", _LOWER_RATE_REMEDY),
+            (GuardAction.SKIP, self.skipped, "left out a step", _SKIPPED_STEP_REMEDY),
         ):
             events = [event for event in self.events if event["action"] == action.value]
             if count:
                 times = "once" if count == 1 else f"{count} times"
                 message = f"the run {what} {times}" + (f"; the first: {events[0]['reason']}" if events else "")
                 evidence: dict[str, object] = {"count": count, "steps": [event["step"] for event in events]}
-                found.append(Finding(Level.WARNING, CODES[action], "training", message, evidence, remedy))
+                found.append(
+                    Finding(Level.WARNING, CODE_BY_GUARD_ACTION[action], "training", message, evidence, remedy)
+                )
         return found
 
 
-class NonFinite(NamedTuple):
+class NonfiniteElement(NamedTuple):
     """The first non-finite element: its tensor's name, its place in the flattened tensor, and its value."""
 
     name: str
@@ -296,7 +309,7 @@ class NonFinite(NamedTuple):
         return f"{self.name}, element {self.place}: {self.value}"
 
 
-def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> NonFinite | None:
+def find_first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> NonfiniteElement | None:
     """The first non-finite element of tensors of any dtype (fp8 included; None is passed over), or None.
 
     It waits for the device once for each tensor: for finding the culprit, not for watching.
@@ -308,11 +321,11 @@ def first_nonfinite(named: Iterable[tuple[str, Tensor | None]]) -> NonFinite | N
         bad = ~torch.isfinite(flat if flat.element_size() > 1 else flat.float())  # fp8 has no isfinite of its own
         if bool(bad.any()):
             place = int(bad.to(torch.uint8).argmax())
-            return NonFinite(name, place, float(flat[place]))
+            return NonfiniteElement(name, place, float(flat[place]))
     return None
 
 
-def demand_fp32_masters(named: Iterable[tuple[str, Tensor]]) -> None:
+def require_fp32_masters(named: Iterable[tuple[str, Tensor]]) -> None:
     """Raise NumericsError (MASTERS-NOT-FP32) where a trained tensor is not fp32, before the first step.
 
     Half-precision weights cannot take an update smaller than half of their last place, and a resumed run that loads
@@ -330,12 +343,27 @@ def demand_fp32_masters(named: Iterable[tuple[str, Tensor]]) -> None:
         )
 
 
-def united(groups: Iterable[Iterable[str]]) -> tuple[str, ...]:
+def merge_sample_names(groups: Iterable[Iterable[str]]) -> tuple[str, ...]:
     """All names once, in the order of their first appearance."""
     return tuple(dict.fromkeys(name for group in groups for name in group))
 
 
-def listed(names: Sequence[str]) -> str:
+def format_sample_names(names: Sequence[str]) -> str:
     """Names for a sentence; the first few where there are many."""
-    rest = len(names) - NAMES_SHOWN
-    return ", ".join(names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "") or "no names"
+    rest = len(names) - _MAX_NAMES_SHOWN
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "") or "no names"
+
+
+def make_guard_finding(verdict: GuardDecision, evidence: StepEvidence) -> Finding:
+    """The finding of a step that did not reach the adapter."""
+    level = Level.ERROR if verdict.action is GuardAction.STOP else Level.WARNING
+    subject = ", ".join(verdict.names[:3]) or evidence.where or f"step {evidence.step}"
+    facts: dict[str, object] = {"step": evidence.step, "where": evidence.where, "names": list(verdict.names[:5])}
+    return Finding(level, CODE_BY_GUARD_ACTION[verdict.action], subject, verdict.reason, facts)
+
+
+def make_preview_failed_finding(error: Exception) -> Finding:
+    """The finding of a preview that could not be drawn."""
+    said = f"the preview failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    remedy = "The run goes on, and its files are safe. Draw later: finitune generate MODEL --adapter FILE"
+    return Finding(Level.WARNING, "PREVIEW-FAILED", "preview", said, {}, remedy)

@@ -8,34 +8,36 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from finitune.report import Finding, plain
+from finitune.report import Finding, to_json_value
 from finitune.training import events
 
-Shown = TypeVar("Shown", events.Previewed, events.Validated, events.Ranged)
-Logged = TypeVar("Logged", events.Stepped, events.Validated, events.Ranged)
+_ReplaceableEvent = TypeVar("_ReplaceableEvent", events.PreviewsDrawn, events.ValidationMeasured, events.RangesMeasured)
+_LoggedEvent = TypeVar("_LoggedEvent", events.StepTaken, events.ValidationMeasured, events.RangesMeasured)
 
 
-def stepped(line: str) -> events.Stepped | None:
+def read_step_line(line: str) -> events.StepTaken | None:
     """A step from its line in the log; None where it is none."""
-    return read(line, events.Stepped, loss=float, smoothed=float, rate=float, grad_norm=float)
+    return read_event_line(line, events.StepTaken, loss=float, smoothed=float, rate=float, grad_norm=float)
 
 
-def validated(line: str) -> events.Validated | None:
+def read_validation_line(line: str) -> events.ValidationMeasured | None:
     """A validation from its line in the log."""
-    return read(line, events.Validated, loss=float, by_sigma=by_number)
+    return read_event_line(line, events.ValidationMeasured, loss=float, by_sigma=parse_sigma_losses)
 
 
-def ranged(line: str) -> events.Ranged | None:
+def read_ranges_line(line: str) -> events.RangesMeasured | None:
     """Ranges from their line in the log."""
-    return read(line, events.Ranged, amax=lambda amax: {name: float(value) for name, value in amax.items()})
+    return read_event_line(
+        line, events.RangesMeasured, amax=lambda amax: {name: float(value) for name, value in amax.items()}
+    )
 
 
-def by_number(losses: Mapping[str, Any]) -> dict[float, float]:
+def parse_sigma_losses(losses: Mapping[str, Any]) -> dict[float, float]:
     """Losses by sigma: JSON has texts for both where they are not finite, and for every key."""
     return {float(sigma): float(loss) for sigma, loss in losses.items()}
 
 
-def read(line: str, kind: type[Logged], **made: Callable[[Any], object]) -> Logged | None:
+def read_event_line(line: str, kind: type[_LoggedEvent], **made: Callable[[Any], object]) -> _LoggedEvent | None:
     """An event from its line in a log, its fields as `made` makes them; None where the line is of nothing like it."""
     try:
         values = json.loads(line)
@@ -45,58 +47,62 @@ def read(line: str, kind: type[Logged], **made: Callable[[Any], object]) -> Logg
         return None
 
 
-LOGGED: dict[str, Callable[[str], Any]] = {"steps": stepped, "validations": validated, "ranges": ranged}
+_LOG_READERS: dict[str, Callable[[str], Any]] = {
+    "steps": read_step_line,
+    "validations": read_validation_line,
+    "ranges": read_ranges_line,
+}
 """What of a history is in the log, and how it is read back."""
 
 
-def renewed(told: Sequence[Shown], event: Shown) -> list[Shown]:
+def replace_event_of_step(told: Sequence[_ReplaceableEvent], event: _ReplaceableEvent) -> list[_ReplaceableEvent]:
     """Events with one more, in the place of those of its step: a step can be reached again."""
     return [*(one for one in told if one.step != event.step), event]
 
 
-def until(told: Sequence[Any], step: int) -> list[Any]:
+def keep_events_until(told: Sequence[Any], step: int) -> list[Any]:
     """Events up to the last one of step `step`, where it was reached more than once; without it, those before it."""
     ends = [place for place, event in enumerate(told, 1) if event.step == step]
     return list(told[: ends[-1]]) if ends else [event for event in told if event.step < step]
 
 
 @dataclass
-class History:
+class TrainingHistory:
     """The events of a run by kind, in their order."""
 
-    measured: events.Measured | None = None
-    started: events.Started | None = None
-    finished: events.Finished | None = None
-    steps: list[events.Stepped] = field(default_factory=list)
-    told: list[events.Told] = field(default_factory=list)
-    saved: list[events.Saved] = field(default_factory=list)
-    previews: list[events.Previewed] = field(default_factory=list)
-    validations: list[events.Validated] = field(default_factory=list)
-    ranges: list[events.Ranged] = field(default_factory=list)
-    returns: list[events.RolledBack] = field(default_factory=list)
+    measured: events.TrialStepMeasured | None = None
+    started: events.TrainingStarted | None = None
+    finished: events.TrainingFinished | None = None
+    steps: list[events.StepTaken] = field(default_factory=list)
+    told: list[events.FindingRaised] = field(default_factory=list)
+    saved: list[events.CheckpointSaved] = field(default_factory=list)
+    previews: list[events.PreviewsDrawn] = field(default_factory=list)
+    validations: list[events.ValidationMeasured] = field(default_factory=list)
+    ranges: list[events.RangesMeasured] = field(default_factory=list)
+    returns: list[events.StepsRolledBack] = field(default_factory=list)
 
-    def add(self, event: events.Event) -> None:
+    def add(self, event: events.TrainingEvent) -> None:
         """Keep an event."""
         match event:
-            case events.Measured():
+            case events.TrialStepMeasured():
                 self.measured = event
-            case events.Started():
+            case events.TrainingStarted():
                 self.started = event
-            case events.Finished():
+            case events.TrainingFinished():
                 self.finished = event
-            case events.Stepped():
+            case events.StepTaken():
                 self.steps.append(event)
-            case events.Told():
+            case events.FindingRaised():
                 self.told.append(event)
-            case events.Saved():
+            case events.CheckpointSaved():
                 self.saved.append(event)
-            case events.Previewed():
-                self.previews = renewed(self.previews, event)
-            case events.Validated():
-                self.validations = renewed(self.validations, event)
-            case events.Ranged():
-                self.ranges = renewed(self.ranges, event)
-            case events.RolledBack():
+            case events.PreviewsDrawn():
+                self.previews = replace_event_of_step(self.previews, event)
+            case events.ValidationMeasured():
+                self.validations = replace_event_of_step(self.validations, event)
+            case events.RangesMeasured():
+                self.ranges = replace_event_of_step(self.ranges, event)
+            case events.StepsRolledBack():
                 self.returns.append(event)
 
     def findings(self, summed_up: Sequence[Finding] = ()) -> Iterator[Finding]:
@@ -138,21 +144,21 @@ class History:
         from finitune.files.writer import write_text
 
         written: dict[str, Path] = {}
-        for name in LOGGED if self.steps else ():
+        for name in _LOG_READERS if self.steps else ():
             path, told = folder / f"{name}.jsonl", getattr(self, name)
             if told:
-                write_text(path, "".join(json.dumps(plain(asdict(event))) + "\n" for event in told))
+                write_text(path, "".join(json.dumps(to_json_value(asdict(event))) + "\n" for event in told))
                 written[name] = path
             else:
                 path.unlink(missing_ok=True)  # of an earlier run
         return written
 
-    def recall(self, folder: Path, step: int) -> None:
+    def load_log(self, folder: Path, step: int) -> None:
         """Take over what the lives before have logged, up to the state of step `step` that is gone on from.
 
         Lines that cannot be read are left out: the log is there to be looked at, and no run ends for it.
         """
-        for name, kind in LOGGED.items():
+        for name, kind in _LOG_READERS.items():
             path = folder / f"{name}.jsonl"
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-            getattr(self, name)[:0] = until([event for line in lines if (event := kind(line))], step)
+            getattr(self, name)[:0] = keep_events_until([event for line in lines if (event := kind(line))], step)

@@ -8,21 +8,29 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from finitune.errors import AdapterError, FinituneError, UsageError
-from finitune.report import Finding, Level, plain
+from finitune.report import Finding, Level, to_json_value
 
-Facts = Mapping[str, object]
+_ManifestFacts = Mapping[str, object]
 
-WEIGHTS_ONLY = (
+_WEIGHTS_ONLY_REMEDY = (
     "Go on from the weights alone: resume = 'never', and network_weights = the adapter file beside the state. "
     "Or put the settings back."
 )
 
-HARMLESS = ("saving.", "preview.", "validation.", "logging.", "guard.", "training.max_train_", "training.cache_dir")
+_HARMLESS_OPTION_PREFIXES = (
+    "saving.",
+    "preview.",
+    "validation.",
+    "logging.",
+    "guard.",
+    "training.max_train_",
+    "training.cache_dir",
+)
 """Options whose change leaves the next step what it would have been; a longer run may bend the schedule, though."""
 
 
 @dataclass(frozen=True)
-class Manifest:
+class TrainingManifest:
     """What decides whether a state fits: the trainable tensors in their order, the sites, the optimiser, the data.
 
     `shapes`: by name, in the optimiser's order. `sites`: facts by site, such as {"rank": 16, "alpha": 16.0}.
@@ -33,32 +41,32 @@ class Manifest:
     algorithm: str
     shapes: Mapping[str, tuple[int, ...]]
     optimizer: str
-    optimizer_args: Facts = field(default_factory=dict)
-    sites: Mapping[str, Facts] = field(default_factory=dict)
-    config: Facts = field(default_factory=dict)
+    optimizer_args: _ManifestFacts = field(default_factory=dict)
+    sites: Mapping[str, _ManifestFacts] = field(default_factory=dict)
+    config: _ManifestFacts = field(default_factory=dict)
     dataset: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """The manifest in JSON's types."""
-        return json.loads(json.dumps(plain(asdict(self)), default=str))
+        return json.loads(json.dumps(to_json_value(asdict(self)), default=str))
 
     @classmethod
-    def from_json(cls, form: Mapping[str, Any]) -> Manifest:
+    def from_json(cls, form: Mapping[str, Any]) -> TrainingManifest:
         """The manifest that was written. Raises TypeError for another form."""
         shapes = {name: tuple(shape) for name, shape in form["shapes"].items()}
         return cls(**{**form, "shapes": shapes})
 
     @property
-    def comparable(self) -> Manifest:
+    def comparable(self) -> TrainingManifest:
         """The manifest as it is after a round through JSON."""
-        return Manifest.from_json(self.as_json())
+        return TrainingManifest.from_json(self.as_json())
 
 
-def demand_same(saved: Manifest, now: Manifest, subject: str) -> None:
+def require_same_manifest(saved: TrainingManifest, now: TrainingManifest, subject: str) -> None:
     """Raise AdapterError or UsageError (STATE-DIFFERS), each difference named, where a state is of another training."""
     saved, now = saved.comparable, now.comparable
-    adapter = list(adapter_differences(saved, now))
-    optimizer = list(optimizer_differences(saved, now))
+    adapter = list(list_adapter_differences(saved, now))
+    optimizer = list(list_optimizer_differences(saved, now))
     if not adapter and not optimizer:
         return
     kind: type[FinituneError] = AdapterError if adapter else UsageError
@@ -67,16 +75,16 @@ def demand_same(saved: Manifest, now: Manifest, subject: str) -> None:
         code="STATE-DIFFERS",
         subject=subject,
         evidence={"differences": adapter + optimizer},
-        remedy=WEIGHTS_ONLY,
+        remedy=_WEIGHTS_ONLY_REMEDY,
     )
 
 
-def adapter_differences(saved: Manifest, now: Manifest) -> Iterable[str]:
+def list_adapter_differences(saved: TrainingManifest, now: TrainingManifest) -> Iterable[str]:
     """How two adapters differ; first what explains the rest."""
     if saved.algorithm != now.algorithm:
         yield f"algorithm {saved.algorithm} in the state, {now.algorithm} now"
         return
-    yield from name_differences("site", saved.sites, now.sites)
+    yield from list_name_differences("site", saved.sites, now.sites)
     facts = [
         (f"{fact} {saved.sites[site].get(fact)} in the state, {now.sites[site].get(fact)} now", site)
         for site in saved.sites
@@ -84,12 +92,12 @@ def adapter_differences(saved: Manifest, now: Manifest) -> Iterable[str]:
         for fact in {**saved.sites[site], **now.sites[site]}
         if saved.sites[site].get(fact) != now.sites[site].get(fact)
     ]
-    yield from gathered(facts)
+    yield from group_equal_differences(facts)
     if facts:
         return
-    yield from name_differences("tensor", saved.shapes, now.shapes)
+    yield from list_name_differences("tensor", saved.shapes, now.shapes)
     both = [name for name in saved.shapes if name in now.shapes]
-    yield from gathered(
+    yield from group_equal_differences(
         (f"shape {list(saved.shapes[name])} in the state, {list(now.shapes[name])} now", name)
         for name in both
         if saved.shapes[name] != now.shapes[name]
@@ -100,16 +108,16 @@ def adapter_differences(saved: Manifest, now: Manifest) -> Iterable[str]:
         yield f"{len(moved)} tensors stand in another order, the first is {moved[0]}"
 
 
-def optimizer_differences(saved: Manifest, now: Manifest) -> Iterable[str]:
+def list_optimizer_differences(saved: TrainingManifest, now: TrainingManifest) -> Iterable[str]:
     """How two optimisers differ."""
     if saved.optimizer != now.optimizer:
         yield f"optimiser {saved.optimizer} in the state, {now.optimizer} now"
         return
-    for name, was, becomes in changes(saved.optimizer_args, now.optimizer_args):
+    for name, was, becomes in iterate_changed_values(saved.optimizer_args, now.optimizer_args):
         yield f"{name} of {now.optimizer} was {was}, is {becomes}"
 
 
-def name_differences(what: str, saved: Iterable[str], now: Iterable[str]) -> Iterable[str]:
+def list_name_differences(what: str, saved: Iterable[str], now: Iterable[str]) -> Iterable[str]:
     """How many names are on one side only."""
     old, new = list(saved), list(now)
     for names, where in (
@@ -120,7 +128,7 @@ def name_differences(what: str, saved: Iterable[str], now: Iterable[str]) -> Ite
             yield f"{len(names)} {what}{'s' * (len(names) > 1)} {where}, such as {names[0]}"
 
 
-def gathered(differences: Iterable[tuple[str, str]]) -> Iterable[str]:
+def group_equal_differences(differences: Iterable[tuple[str, str]]) -> Iterable[str]:
     """Equal differences in one line, with the number of places and the first of them."""
     places: dict[str, list[str]] = {}
     for difference, place in differences:
@@ -133,7 +141,7 @@ def gathered(differences: Iterable[tuple[str, str]]) -> Iterable[str]:
         )
 
 
-def changes(saved: Facts, now: Facts) -> Iterable[tuple[str, object, object]]:
+def iterate_changed_values(saved: _ManifestFacts, now: _ManifestFacts) -> Iterable[tuple[str, object, object]]:
     """Names whose values differ: (name, then, now); 'absent' where there was none."""
     for name in {**saved, **now}:
         was, becomes = saved.get(name, "absent"), now.get(name, "absent")
@@ -141,7 +149,7 @@ def changes(saved: Facts, now: Facts) -> Iterable[tuple[str, object, object]]:
             yield name, was, becomes
 
 
-def what_changed(saved: Manifest, now: Manifest, subject: str) -> list[Finding]:
+def find_manifest_changes(saved: TrainingManifest, now: TrainingManifest, subject: str) -> list[Finding]:
     """Findings about what may differ between a state and the run that goes on from it: data, and options."""
     saved, now = saved.comparable, now.comparable
     findings: list[Finding] = []
@@ -156,8 +164,8 @@ def what_changed(saved: Manifest, now: Manifest, subject: str) -> list[Finding]:
                 "Put the pictures and captions back if the run should end as it would have.",
             )
         )
-    for name, was, becomes in changes(saved.config, now.config):
-        harmless = name.startswith(HARMLESS)
+    for name, was, becomes in iterate_changed_values(saved.config, now.config):
+        harmless = name.startswith(_HARMLESS_OPTION_PREFIXES)
         findings.append(
             Finding(
                 Level.NOTE if harmless else Level.WARNING,

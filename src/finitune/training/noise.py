@@ -13,15 +13,15 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from finitune.datasets.items import generator_of, seed_of
+from finitune.datasets.items import derive_seed, make_generator
 
-Seed = int | tuple[int, ...]
+NoiseSeed = int | tuple[int, ...]
 """The seed of a run; with the number of an attempt where a step is tried again with other numbers."""
 
-UNIFORM_BITS = 52
+_UNIFORM_BITS = 52
 
 
-class Purpose(str, Enum):
+class NoisePurpose(str, Enum):
     """What random numbers are for; each has a stream of its own."""
 
     NOISE = "noise"
@@ -30,17 +30,19 @@ class Purpose(str, Enum):
     VALIDATION = "validation"
 
 
-def noise_for(seed: Seed, step: int, places: Sequence[int], shape: Sequence[int], purpose: Purpose) -> Tensor:
+def draw_addressed_noise(
+    seed: NoiseSeed, step: int, places: Sequence[int], shape: Sequence[int], purpose: NoisePurpose
+) -> Tensor:
     """Normal numbers, fp32 (B, *shape) on the CPU, one stream for each of the B places; a shape of () is one number."""
-    streams = [generator_of(seed, step, place, purpose.value) for place in places]
+    streams = [make_generator(seed, step, place, purpose.value) for place in places]
     drawn = [torch.randn(tuple(shape), generator=stream, dtype=torch.float32) for stream in streams]
     return torch.stack(drawn) if drawn else torch.empty((0, *shape))
 
 
-def uniform_for(seed: Seed, step: int, places: Sequence[int], purpose: Purpose) -> Tensor:
+def draw_addressed_uniform(seed: NoiseSeed, step: int, places: Sequence[int], purpose: NoisePurpose) -> Tensor:
     """One uniform number for each place, fp64 (B,) on the CPU, strictly between 0 and 1; the same on every machine.
 
     It is the middle of one of 2**52 equal cells, taken from the hash of the address.
     """
-    cells = [seed_of(seed, step, place, purpose.value) >> (63 - UNIFORM_BITS) for place in places]
-    return torch.tensor([(cell + 0.5) * 2.0**-UNIFORM_BITS for cell in cells], dtype=torch.float64)
+    cells = [derive_seed(seed, step, place, purpose.value) >> (63 - _UNIFORM_BITS) for place in places]
+    return torch.tensor([(cell + 0.5) * 2.0**-_UNIFORM_BITS for cell in cells], dtype=torch.float64)

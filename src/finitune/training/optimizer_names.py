@@ -12,37 +12,49 @@ from typing import Any, NamedTuple
 
 import torch
 
-from finitune.errors import UsageError, did_you_mean
+from finitune.errors import UsageError, suggest_nearest_name
 
-Arguments = Mapping[str, Any]
-NONE: Arguments = MappingProxyType({})
+_Arguments = Mapping[str, Any]
+_NO_ARGUMENTS: _Arguments = MappingProxyType({})
 
 
-class Found(NamedTuple):
+class OptimizerClass(NamedTuple):
     """A class, the library that it is from, and the arguments that its name, or good sense, implies."""
 
     cls: type[torch.optim.Optimizer]
     library: str
-    preset: Arguments = NONE
+    preset: _Arguments = _NO_ARGUMENTS
 
 
-TORCH = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "SGD")
+_TORCH_OPTIMIZERS = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "Muon",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "SGD",
+)
 """Those of torch.optim that are taken; each by the name of its class."""
 
-BITSANDBYTES = (
+BITSANDBYTES_OPTIMIZERS = (
     *("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"),
     *("Lion8bit", "PagedLion", "PagedLion8bit", "AdEMAMix8bit", "PagedAdEMAMix8bit", "SGD8bit", "RMSprop8bit"),
 )
 """Those of bitsandbytes.optim; each by the name of its class."""
 
-KOHYA: Mapping[str, tuple[str, str, Arguments]] = MappingProxyType(
+KOHYA_OPTIMIZERS: Mapping[str, tuple[str, str, _Arguments]] = MappingProxyType(
     {
         "SGDNesterov": ("torch", "SGD", {"nesterov": True, "momentum": 0.9}),
         "SGDNesterov8bit": ("bitsandbytes", "SGD8bit", {"nesterov": True, "momentum": 0.9}),
         "Adafactor": ("transformers", "Adafactor", {"scale_parameter": False, "relative_step": False}),
-        "AdamWScheduleFree": ("pytorch_optimizer", "ScheduleFreeAdamW", NONE),
-        "RAdamScheduleFree": ("pytorch_optimizer", "ScheduleFreeRAdam", NONE),
-        "SGDScheduleFree": ("pytorch_optimizer", "ScheduleFreeSGD", NONE),
+        "AdamWScheduleFree": ("pytorch_optimizer", "ScheduleFreeAdamW", _NO_ARGUMENTS),
+        "RAdamScheduleFree": ("pytorch_optimizer", "ScheduleFreeRAdam", _NO_ARGUMENTS),
+        "SGDScheduleFree": ("pytorch_optimizer", "ScheduleFreeSGD", _NO_ARGUMENTS),
         "DAdaptation": ("pytorch_optimizer", "DAdaptAdam", {"growth_rate": 1.02}),
         "DAdaptAdam": ("pytorch_optimizer", "DAdaptAdam", {"growth_rate": 1.02}),
         "DAdaptAdan": ("pytorch_optimizer", "DAdaptAdan", {"growth_rate": 1.02}),
@@ -53,29 +65,29 @@ KOHYA: Mapping[str, tuple[str, str, Arguments]] = MappingProxyType(
 argument: (library, class, arguments). Without a bound on its growth D-Adaptation overshoots on adapters whose up
 factors begin at zero, and does not come back; 1.02 is what its authors offer (facebookresearch/dadaptation)."""
 
-CLOSURE = "its step evaluates the loss again, or needs its value"
-HESSIAN = "it needs second derivatives, which the backward of half products does not have"
-WRAPPER = "it wraps another optimiser"
-MODEL = "it takes the whole model, and updates it within the backward"
-MARKED = "it needs to be told which parameters are hidden matrices; torch's Muon takes them all"
-CLUSTER = "it does the communication between processes itself"
-OBJECTS = "its state holds objects that no file of tensors can keep, so that a run could not be resumed"
-NO_RATE = "it does not follow the learning rate: the schedule would have no effect"
-ZERO_RATE = "it divides by the learning rate, which is 0 at the beginning of a warm-up"
+_NEEDS_CLOSURE = "its step evaluates the loss again, or needs its value"
+_NEEDS_HESSIAN = "it needs second derivatives, which the backward of half products does not have"
+_WRAPS_OPTIMIZER = "it wraps another optimiser"
+_NEEDS_WHOLE_MODEL = "it takes the whole model, and updates it within the backward"
+_NEEDS_MARKED_MATRICES = "it needs to be told which parameters are hidden matrices; torch's Muon takes them all"
+_COMMUNICATES_ITSELF = "it does the communication between processes itself"
+_KEEPS_OBJECTS = "its state holds objects that no file of tensors can keep, so that a run could not be resumed"
+_IGNORES_LEARNING_RATE = "it does not follow the learning rate: the schedule would have no effect"
+_DIVIDES_BY_LEARNING_RATE = "it divides by the learning rate, which is 0 at the beginning of a warm-up"
 
-NOT_OFFERED: Mapping[str, str] = MappingProxyType(
+REASON_BY_REFUSED_OPTIMIZER: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("LBFGS", "AliG", "BSAM", "SAM", "GSAM", "WSAM", "LookSAM", "FriendlySAM"), CLOSURE),
-        **dict.fromkeys(("EmoNavi", "EmoFact", "EmoLynx"), CLOSURE),
-        **dict.fromkeys(("AdaHessian", "SophiaH"), HESSIAN),
-        **dict.fromkeys(("Lookahead", "OrthoGrad", "PCGrad", "TRAC"), WRAPPER),
-        **dict.fromkeys(("ScheduleFreeWrapper", "SafeFP16Optimizer", "Magma"), WRAPPER),
-        **dict.fromkeys(("LOMO", "AdaLOMO", "AdamMini"), MODEL),
-        **dict.fromkeys(("AdaGO", "AdaMuon", "MuonClip", "NorMuon"), MARKED),
-        **dict.fromkeys(("DistributedMuon", "DeMo"), CLUSTER),
-        **dict.fromkeys(("Conda", "ScalableShampoo"), OBJECTS),
-        **dict.fromkeys(("A2Grad", "ApolloDQN", "FTRL", "Nero", "SRMM", "Rprop"), NO_RATE),
-        "Gravity": ZERO_RATE,
+        **dict.fromkeys(("LBFGS", "AliG", "BSAM", "SAM", "GSAM", "WSAM", "LookSAM", "FriendlySAM"), _NEEDS_CLOSURE),
+        **dict.fromkeys(("EmoNavi", "EmoFact", "EmoLynx"), _NEEDS_CLOSURE),
+        **dict.fromkeys(("AdaHessian", "SophiaH"), _NEEDS_HESSIAN),
+        **dict.fromkeys(("Lookahead", "OrthoGrad", "PCGrad", "TRAC"), _WRAPS_OPTIMIZER),
+        **dict.fromkeys(("ScheduleFreeWrapper", "SafeFP16Optimizer", "Magma"), _WRAPS_OPTIMIZER),
+        **dict.fromkeys(("LOMO", "AdaLOMO", "AdamMini"), _NEEDS_WHOLE_MODEL),
+        **dict.fromkeys(("AdaGO", "AdaMuon", "MuonClip", "NorMuon"), _NEEDS_MARKED_MATRICES),
+        **dict.fromkeys(("DistributedMuon", "DeMo"), _COMMUNICATES_ITSELF),
+        **dict.fromkeys(("Conda", "ScalableShampoo"), _KEEPS_OBJECTS),
+        **dict.fromkeys(("A2Grad", "ApolloDQN", "FTRL", "Nero", "SRMM", "Rprop"), _IGNORES_LEARNING_RATE),
+        "Gravity": _DIVIDES_BY_LEARNING_RATE,
         "Ranger21": "it has a warm-up and a decay of its own",
         "LoRARite": "it pairs factors by their order, and takes two-dimensional ones only",
         "SparseAdam": "an adapter's gradients are not sparse",
@@ -90,18 +102,20 @@ NOT_OFFERED: Mapping[str, str] = MappingProxyType(
 )
 """Why a known optimiser cannot be had."""
 
-SELF_TUNED = frozenset({"Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"})
+SELF_TUNING_OPTIMIZERS = frozenset({"Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"})
 """Classes that find their own learning rate; ours multiplies it, and all parameters must share one."""
 
 
-def find_optimizer(name: str) -> Found:
+def find_optimizer(name: str) -> OptimizerClass:
     """The class that `name` stands for, by kohya's spelling, torch's or pytorch-optimizer's, upper or lower case.
 
     A module in front of the name is passed over. Raises UsageError: OPTIMIZER-UNKNOWN, OPTIMIZER-NOT-OFFERED with the
     reason, OPTIMIZER-NEEDS-CUDA, OPTIMIZER-NEEDS-PACKAGE.
     """
-    wanted = plain(name)
-    if reason := {plain(known): why for known, why in NOT_OFFERED.items()}.get(wanted):
+    wanted = normalize_optimizer_name(name)
+    if reason := {normalize_optimizer_name(known): why for known, why in REASON_BY_REFUSED_OPTIMIZER.items()}.get(
+        wanted
+    ):
         raise UsageError(
             f"{name} is not offered: {reason}.",
             code="OPTIMIZER-NOT-OFFERED",
@@ -109,54 +123,54 @@ def find_optimizer(name: str) -> Found:
             evidence={"optimizer_type": name},
             remedy="AdamW does well for adapters; Prodigy where the learning rate is not known.",
         )
-    sources = {plain(known): known for known in reversed(list(offered()))}
+    sources = {normalize_optimizer_name(known): known for known in reversed(list(iterate_optimizer_names()))}
     if wanted not in sources:
         raise UsageError(
-            f"There is no optimiser {name!r}.{did_you_mean(name, offered())}",
+            f"There is no optimiser {name!r}.{suggest_nearest_name(name, iterate_optimizer_names())}",
             code="OPTIMIZER-UNKNOWN",
             subject="optimizer_type",
             evidence={"optimizer_type": name},
             remedy="Names are those of kohya, torch.optim and pytorch-optimizer; classes of other modules are not "
             "imported.",
         )
-    return load(sources[wanted])
+    return load_optimizer_class(sources[wanted])
 
 
-def offered() -> Iterator[str]:
+def iterate_optimizer_names() -> Iterator[str]:
     """Every name that can be asked for, in the order in which names are looked up."""
-    refused = {plain(name) for name in NOT_OFFERED}
+    refused = {normalize_optimizer_name(name) for name in REASON_BY_REFUSED_OPTIMIZER}
     seen: set[str] = set()
-    here = [name for name in TORCH if hasattr(torch.optim, name)]  # Muon is there from torch 2.9 on
-    for name in (*KOHYA, *here, *BITSANDBYTES, *collected()):
-        if plain(name) not in refused | seen:
-            seen.add(plain(name))
+    here = [name for name in _TORCH_OPTIMIZERS if hasattr(torch.optim, name)]  # Muon is there from torch 2.9 on
+    for name in (*KOHYA_OPTIMIZERS, *here, *BITSANDBYTES_OPTIMIZERS, *list_pytorch_optimizer_classes()):
+        if normalize_optimizer_name(name) not in refused | seen:
+            seen.add(normalize_optimizer_name(name))
             yield name
 
 
-def collected() -> list[str]:
+def list_pytorch_optimizer_classes() -> list[str]:
     """The class names that pytorch-optimizer lists."""
     from pytorch_optimizer import get_supported_optimizers, load_optimizer
 
     return [load_optimizer(name).__name__ for name in get_supported_optimizers()]
 
 
-def load(name: str) -> Found:
+def load_optimizer_class(name: str) -> OptimizerClass:
     """The class of an offered name."""
-    library, class_name, preset = KOHYA.get(name, ("", name, NONE))
+    library, class_name, preset = KOHYA_OPTIMIZERS.get(name, ("", name, _NO_ARGUMENTS))
     if library == "transformers":
         from transformers.optimization import Adafactor
 
-        return Found(Adafactor, library, preset)
-    if library == "bitsandbytes" or name in BITSANDBYTES:
-        return Found(getattr(bitsandbytes_for(name), class_name), "bitsandbytes", preset)
-    if library == "torch" or name in TORCH:
-        return Found(getattr(torch.optim, class_name), "torch", preset)
+        return OptimizerClass(Adafactor, library, preset)
+    if library == "bitsandbytes" or name in BITSANDBYTES_OPTIMIZERS:
+        return OptimizerClass(getattr(import_bitsandbytes_optim(name), class_name), "bitsandbytes", preset)
+    if library == "torch" or name in _TORCH_OPTIMIZERS:
+        return OptimizerClass(getattr(torch.optim, class_name), "torch", preset)
     from pytorch_optimizer import load_optimizer
 
-    return Found(load_optimizer(class_name.lower()), "pytorch_optimizer", preset)
+    return OptimizerClass(load_optimizer(class_name.lower()), "pytorch_optimizer", preset)
 
 
-def bitsandbytes_for(name: str) -> Any:
+def import_bitsandbytes_optim(name: str) -> Any:
     """bitsandbytes.optim, where it can work."""
     if not torch.cuda.is_available():
         raise UsageError(
@@ -179,6 +193,6 @@ def bitsandbytes_for(name: str) -> Any:
     return bitsandbytes.optim
 
 
-def plain(name: str) -> str:
+def normalize_optimizer_name(name: str) -> str:
     """A name as it is compared: its last part, in lower case, without dashes."""
     return name.rpartition(".")[2].lower().replace("_", "").replace("-", "")

@@ -16,44 +16,44 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed
 
-from finitune.device import processes
 from finitune.errors import NumericsError, UsageError
-from finitune.training.parting import parting, who_left
+from finitune.machine import processes
+from finitune.training.distributed_errors import leave_process_group, make_process_lost_error
 
-T = TypeVar("T")
-CPU = torch.device("cpu")
+_T = TypeVar("_T")
+_CPU = torch.device("cpu")
 
-PATIENCE = timedelta(hours=12)
+_OBJECT_EXCHANGE_TIMEOUT = timedelta(hours=12)
 """How long a word is waited for: longer than one process encodes pictures that another has found in the cache.
 NCCL's half an hour has ended such runs (sd-scripts#971)."""
-MEETING = timedelta(minutes=10)
+PROCESS_GROUP_TIMEOUT = timedelta(minutes=10)
 """How long is waited for processes to start, and for gradients, which all have ready at about the same time."""
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ProcessRanks:
     """This process among `world`; alone by default. `words` holds the group that words go over, while it is joined."""
 
     rank: int = 0
     world: int = 1
-    device: torch.device = CPU
+    device: torch.device = _CPU
     words: list[Any] = field(default_factory=list)
 
     @classmethod
     @contextmanager
-    def joined(cls, device: str) -> Iterator[Ranks]:
+    def open_process_group(cls, device: str) -> Iterator[ProcessRanks]:
         """The processes that accelerate or torchrun has started, each with its device; alone, nothing is joined.
 
         At the end all part together. An error in one ends all: the others raise it, too, at their next word. Who has
         made torch's process group before keeps it. Raises UsageError (GPUS-TOO-FEW) where two would share one.
         """
-        if processes.count() == 1:
+        if processes.read_world_size() == 1:
             yield cls(device=torch.device(device))
             return
-        demand_own_gpus(device)
+        require_gpu_per_process(device)
         made_before = distributed.is_initialized()
-        ranks = cls.met(device)
-        with nullcontext() if made_before else parting(ranks.rank, ranks.world):
+        ranks = cls.join_process_group(device)
+        with nullcontext() if made_before else leave_process_group(ranks.rank, ranks.world):
             try:
                 yield ranks
                 ranks.wait()
@@ -61,12 +61,12 @@ class Ranks:
                 ranks.words.clear()  # gloo hangs up when nobody refers to a group any more
 
     @classmethod
-    def met(cls, device: str) -> Ranks:
+    def join_process_group(cls, device: str) -> ProcessRanks:
         """This process after the meeting, which is accelerate's work: it picks NCCL or gloo, and sets the device."""
         from accelerate import PartialState
 
-        state = PartialState(cpu=device == "cpu", timeout=MEETING)
-        words = distributed.new_group(backend="gloo", timeout=PATIENCE)
+        state = PartialState(cpu=device == "cpu", timeout=PROCESS_GROUP_TIMEOUT)
+        words = distributed.new_group(backend="gloo", timeout=_OBJECT_EXCHANGE_TIMEOUT)
         return cls(state.process_index, state.num_processes, state.device or torch.device(device), [words])
 
     @property
@@ -77,18 +77,18 @@ class Ranks:
     def wait(self) -> None:
         """Go on when everybody is here."""
         if self.world > 1:
-            with missing_nobody():
+            with raise_process_loss():
                 distributed.barrier(*self.words)
 
-    def gathered(self, value: T) -> list[T]:
+    def gathered(self, value: _T) -> list[_T]:
         """Everybody's plain value, by rank."""
         values: list[Any] = [value] * self.world
         if self.world > 1:
-            with missing_nobody():
+            with raise_process_loss():
                 distributed.all_gather_object(values, value, *self.words)
         return values
 
-    def of_main(self, value: T) -> T:
+    def broadcast_from_main(self, value: _T) -> _T:
         """The main process's value, everywhere."""
         return self.gathered(value)[0]
 
@@ -113,7 +113,7 @@ class Ranks:
         self.wait()
         padded = torch.nn.functional.pad(own, (0, -len(own) % self.world))
         shares = torch.empty_like(padded)
-        with missing_nobody():
+        with raise_process_loss():
             distributed.all_to_all_single(shares, padded)
         return list(shares.view(self.world, -1))
 
@@ -122,7 +122,7 @@ class Ranks:
         if self.world == 1:
             return share
         vector = share.new_empty(self.world, len(share))
-        with missing_nobody():
+        with raise_process_loss():
             distributed.all_gather(list(vector), share)
         return vector.view(-1)[:length]
 
@@ -140,7 +140,7 @@ class OrderedSum:
     adds up a share of the vector, and the shares are put together once: a round costs half of what `all_reduce` costs.
     """
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, ranks: ProcessRanks):
         self.ranks = ranks
         self.length = 0
         self.share: Tensor | None = None
@@ -158,19 +158,19 @@ class OrderedSum:
 
 
 @contextmanager
-def missing_nobody() -> Iterator[None]:
+def raise_process_loss() -> Iterator[None]:
     """What all processes do together: an error there means that one of them has left, and its last words are raised."""
     try:
         yield
     except RuntimeError as error:
-        raise who_left(error) from error
+        raise make_process_lost_error(error) from error
 
 
-def demand_own_gpus(device: str) -> None:
+def require_gpu_per_process(device: str) -> None:
     """Raise UsageError (GPUS-TOO-FEW) where more processes than GPUs were started on this machine."""
     if not device.startswith("cuda"):
         return
-    there, wanted = torch.cuda.device_count(), processes.count_here()
+    there, wanted = torch.cuda.device_count(), processes.read_local_world_size()
     if wanted > there:
         raise UsageError(
             f"{wanted} processes were started here, for {there} GPUs: each needs one of its own",

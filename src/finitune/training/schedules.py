@@ -13,25 +13,25 @@ from finitune.config.schema import OptimizerSection
 from finitune.errors import UsageError
 
 if TYPE_CHECKING:
-    from finitune.training.optimizers import Trained
+    from finitune.training.optimizers import OptimizerHandle
 
-Factor = Callable[[int], float]
+RateFactor = Callable[[int], float]
 
-POLYNOMIAL_END = 1e-7
+_POLYNOMIAL_END_RATE = 1e-7
 """Where diffusers' polynomial ends, as a rate."""
 
 
-def rate_factor(settings: OptimizerSection, total_steps: int) -> Factor:
+def make_rate_factor(settings: OptimizerSection, total_steps: int) -> RateFactor:
     """The share of its learning rate that each group has in the update with `step` updates before it.
 
     The curves are diffusers' (optimization.py); cosine_with_min_lr is transformers'. Behind `total_steps` the last
     value holds. With a warm-up the first update has rate 0, as there. Raises UsageError (WARMUP-TOO-LONG, ...).
     """
-    warmup = warmup_steps(settings, total_steps)
+    warmup = compute_warmup_steps(settings, total_steps)
     if settings.lr_scheduler == "cosine_with_min_lr":
-        curve = cosine_with_floor(warmup, total_steps, settings.lr_scheduler_min_lr_ratio)
+        curve = make_cosine_with_floor(warmup, total_steps, settings.lr_scheduler_min_lr_ratio)
     else:
-        curve = diffusers_curve(settings, warmup, total_steps)
+        curve = make_diffusers_curve(settings, warmup, total_steps)
 
     def factor(step: int) -> float:
         return float(curve(min(step, total_steps)))
@@ -39,7 +39,7 @@ def rate_factor(settings: OptimizerSection, total_steps: int) -> Factor:
     return factor
 
 
-def warmup_steps(settings: OptimizerSection, total_steps: int) -> int:
+def compute_warmup_steps(settings: OptimizerSection, total_steps: int) -> int:
     """The steps of warm-up; a number below 1 is a share of all steps, rounded down as by kohya.
 
     Raises UsageError for a part of a step, and for a warm-up that the run does not outlast.
@@ -65,7 +65,7 @@ def warmup_steps(settings: OptimizerSection, total_steps: int) -> int:
     return count
 
 
-def cosine_with_floor(warmup: int, total_steps: int, floor: float) -> Factor:
+def make_cosine_with_floor(warmup: int, total_steps: int, floor: float) -> RateFactor:
     """Linear warm-up, then half a cosine from 1 to `floor`."""
 
     def factor(step: int) -> float:
@@ -77,11 +77,11 @@ def cosine_with_floor(warmup: int, total_steps: int, floor: float) -> Factor:
     return factor
 
 
-def diffusers_curve(settings: OptimizerSection, warmup: int, total_steps: int) -> Factor:
+def make_diffusers_curve(settings: OptimizerSection, warmup: int, total_steps: int) -> RateFactor:
     """The function that diffusers' scheduler of the same name multiplies rates by."""
     from diffusers.optimization import get_scheduler
 
-    rate = settings.learning_rate if settings.learning_rate > POLYNOMIAL_END else 1.0
+    rate = settings.learning_rate if settings.learning_rate > _POLYNOMIAL_END_RATE else 1.0
     placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
     cycles = settings.lr_scheduler_num_cycles
     scheduler: LambdaLR = get_scheduler(
@@ -96,7 +96,7 @@ def diffusers_curve(settings: OptimizerSection, warmup: int, total_steps: int) -
     return curve
 
 
-def set_rates(optimizer: Trained | torch.optim.Optimizer, factor: float) -> None:
+def set_learning_rates(optimizer: OptimizerHandle | torch.optim.Optimizer, factor: float) -> None:
     """Give each group its own rate times `factor`."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor

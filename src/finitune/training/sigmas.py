@@ -22,13 +22,13 @@ from torch import Tensor
 from finitune.config.schema import ObjectiveSection
 from finitune.errors import UsageError
 
-TABLE = 1000
+_SIGMA_TABLE_ENTRIES = 1000
 """Entries of the table that `sigma` draws from: 1/1000 to 1, shifted."""
 
-LEAST_SIGMA = 1e-3
+_MIN_WEIGHTED_SIGMA = 1e-3
 """Below it the weight 1 / sigma^2 does not grow any more: the least entry of the table, where it is 10^6."""
 
-LEAST_SHARE = 1e-9
+_MIN_SIGMA_RANGE_SHARE = 1e-9
 """A range that holds less of the distribution is refused: fp64 could not tell the draws in it apart."""
 
 
@@ -37,43 +37,45 @@ def sample_sigmas(u: Tensor, objective: ObjectiveSection, tokens: int) -> Tensor
 
     `tokens` is the number of patches of a sample, which `flux_shift` asks for. Raises UsageError (SIGMA-RANGE-EMPTY).
     """
-    below, up_to = shares(objective, tokens)  # pyright: ignore[reportArgumentType]  # frozen, so it can be hashed
-    sigma = quantile(below + u.double() * (up_to - below), objective, tokens)
+    below, up_to = compute_range_shares(objective, tokens)  # pyright: ignore[reportArgumentType]  # frozen, so it can be hashed
+    sigma = compute_sigma_quantile(below + u.double() * (up_to - below), objective, tokens)
     return sigma.float().clamp(objective.min_sigma, objective.max_sigma)
 
 
-def quantile(p: Tensor, objective: ObjectiveSection, tokens: int) -> Tensor:
+def compute_sigma_quantile(p: Tensor, objective: ObjectiveSection, tokens: int) -> Tensor:
     """The sigma below which a share p, fp64 in [0, 1], of the untruncated draws lies; fp64 of p's shape."""
     scale = objective.sigmoid_scale
     match objective.timestep_sampling:
         case "uniform":
             return p
         case "sigmoid":
-            return logit_normal(p, 0.0, scale)
+            return compute_logit_normal_quantile(p, 0.0, scale)
         case "shift":
-            return shifted(logit_normal(p, 0.0, scale), objective.discrete_flow_shift)
+            return shift_sigma(compute_logit_normal_quantile(p, 0.0, scale), objective.discrete_flow_shift)
         case "flux_shift":
-            return shifted(logit_normal(p, 0.0, scale), flux_shift(tokens))
+            return shift_sigma(compute_logit_normal_quantile(p, 0.0, scale), compute_flux_shift(tokens))
         case "sigma":
-            return shifted(1 - table_index(p, objective) / TABLE, objective.discrete_flow_shift)
+            return shift_sigma(
+                1 - compute_sigma_table_index(p, objective) / _SIGMA_TABLE_ENTRIES, objective.discrete_flow_shift
+            )
 
 
-def logit_normal(p: Tensor, mean: float, std: float) -> Tensor:
+def compute_logit_normal_quantile(p: Tensor, mean: float, std: float) -> Tensor:
     """The quantile at p of sigmoid(mean + std * N(0, 1))."""
     return torch.sigmoid(mean + std * torch.special.ndtri(p))
 
 
-def shifted(u: Tensor, k: float) -> Tensor:
+def shift_sigma(u: Tensor, k: float) -> Tensor:
     """k u / (1 + (k - 1) u): the odds u : (1 - u) times k."""
     return k * u / (1 + (k - 1) * u)
 
 
-def flux_shift(tokens: int) -> float:
+def compute_flux_shift(tokens: int) -> float:
     """exp(mu), where mu goes straight from 0.5 at 256 tokens to 1.15 at 4096 (Flux; e^mu / (e^mu + 1/u - 1))."""
     return math.exp(0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256))
 
 
-def table_index(p: Tensor, objective: ObjectiveSection) -> Tensor:
+def compute_sigma_table_index(p: Tensor, objective: ObjectiveSection) -> Tensor:
     """The place in the table, 0 (sigma 1) to 999, falling in p.
 
     sd-scripts draws u by the density and takes entry floor(1000 u) of a table that *falls*: a positive logit_mean asks
@@ -81,26 +83,26 @@ def table_index(p: Tensor, objective: ObjectiveSection) -> Tensor:
     """
     match objective.weighting_scheme:
         case "logit_normal":
-            u = logit_normal(1 - p, objective.logit_mean, objective.logit_std)
+            u = compute_logit_normal_quantile(1 - p, objective.logit_mean, objective.logit_std)
         case "mode":
             u = 1 - p - objective.mode_scale * (torch.cos(math.pi * p / 2).square() - 1 + p)
         case _:
             u = 1 - p
-    return (TABLE * u).floor().clamp(0, TABLE - 1)
+    return (_SIGMA_TABLE_ENTRIES * u).floor().clamp(0, _SIGMA_TABLE_ENTRIES - 1)
 
 
 @cache
-def shares(objective: ObjectiveSection, tokens: int) -> tuple[float, float]:
+def compute_range_shares(objective: ObjectiveSection, tokens: int) -> tuple[float, float]:
     """The share of the untruncated draws below min_sigma, and the share up to max_sigma.
 
     Raises UsageError (SIGMA-RANGE-EMPTY) where next to nothing lies between.
     """
     below, up_to = 0.0, 1.0
     if objective.min_sigma > 0:
-        _, below = crossing(lambda p: quantile(p, objective, tokens) >= objective.min_sigma)
+        _, below = find_crossing(lambda p: compute_sigma_quantile(p, objective, tokens) >= objective.min_sigma)
     if objective.max_sigma < 1:
-        up_to, _ = crossing(lambda p: quantile(p, objective, tokens) > objective.max_sigma)
-    if up_to - below < LEAST_SHARE:
+        up_to, _ = find_crossing(lambda p: compute_sigma_quantile(p, objective, tokens) > objective.max_sigma)
+    if up_to - below < _MIN_SIGMA_RANGE_SHARE:
         raise UsageError(
             f"next to no sigma between {objective.min_sigma:g} and {objective.max_sigma:g} is ever drawn by "
             f"{objective.timestep_sampling}.",
@@ -112,7 +114,7 @@ def shares(objective: ObjectiveSection, tokens: int) -> tuple[float, float]:
     return below, up_to
 
 
-def crossing(reached: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+def find_crossing(reached: Callable[[Tensor], Tensor]) -> tuple[float, float]:
     """Neighbours in [0, 1] between which a rising condition becomes true; (0, 0) or (1, 1) where it does not change."""
 
     def holds(p: float) -> bool:
@@ -129,7 +131,7 @@ def crossing(reached: Callable[[Tensor], Tensor]) -> tuple[float, float]:
     return before, behind
 
 
-def loss_weight(sigma: Tensor, scheme: str) -> Tensor:
+def compute_loss_weight(sigma: Tensor, scheme: str) -> Tensor:
     """What the loss at `sigma`, fp32 (B,), is multiplied by: fp32 (B,), finite for every sigma in [0, 1].
 
     `sigma_sqrt` is 1 / sigma^2 with sigma at least LEAST_SIGMA; `cosmap` is 2 / (pi (1 - 2 sigma + 2 sigma^2)), which
@@ -137,7 +139,7 @@ def loss_weight(sigma: Tensor, scheme: str) -> Tensor:
     """
     match scheme:
         case "sigma_sqrt":
-            return sigma.clamp(min=LEAST_SIGMA) ** -2
+            return sigma.clamp(min=_MIN_WEIGHTED_SIGMA) ** -2
         case "cosmap":
             return 2 / (math.pi * (1 - 2 * sigma + 2 * sigma.square()))
         case _:

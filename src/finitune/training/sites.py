@@ -15,20 +15,20 @@ from typing import Any
 from torch import nn
 
 from finitune.adapters.core import Target
-from finitune.adapters.layer import CONVOLUTIONS
+from finitune.adapters.layer import CONVOLUTION_TYPES
 from finitune.config.schema import NetworkSection
-from finitune.errors import UsageError, did_you_mean
+from finitune.errors import UsageError, suggest_nearest_name
 from finitune.models.spec import ModelSpec
 from finitune.namings.resolve import Resolver
 from finitune.report import Finding, Level, Table
 
-OPTIONS = ("factor", "full_matrix", "decompose_both", "unbalanced", "use_tucker", "constraint")
-LOW_RANK = ("lora", "loha", "glora")
+_ALGORITHM_OPTIONS = ("factor", "full_matrix", "decompose_both", "unbalanced", "use_tucker", "constraint")
+_LOW_RANK_ALGORITHMS = ("lora", "loha", "glora")
 """Algorithms whose change is made of factors of the rank, however large it is."""
 
 
 @dataclass(frozen=True)
-class Chosen:
+class SelectedSite:
     """A module that gets an adapter; `rate` None is the component's own; `reason` names the pattern that decided."""
 
     component: str
@@ -53,19 +53,19 @@ class Chosen:
 
     def target(self, weight: nn.Parameter, network: NetworkSection) -> Target:
         """What a new adapter is made for."""
-        options = {name: getattr(network, name) for name in OPTIONS}
+        options = {name: getattr(network, name) for name in _ALGORITHM_OPTIONS}
         return Target(weight, self.rank, self.alpha, options)
 
 
 @dataclass(frozen=True)
-class Choice:
+class SiteSelection:
     """The modules that get an adapter, and the products that do not, {site: why}."""
 
-    chosen: tuple[Chosen, ...]
+    chosen: tuple[SelectedSite, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
 
-    def of(self, component: str) -> dict[str, Chosen]:
+    def of(self, component: str) -> dict[str, SelectedSite]:
         """The modules of one component, by name."""
         return {one.module: one for one in self.chosen if one.component == component}
 
@@ -74,14 +74,21 @@ class Choice:
         rows: dict[tuple[str, ...], int] = {}
         for one in self.chosen:
             shape = " x ".join(map(str, one.shape))
-            row = (blank(one.site), blank(one.original), shape, str(one.rank), f"{one.alpha:g}", one.reason)
+            row = (
+                mask_module_numbers(one.site),
+                mask_module_numbers(one.original),
+                shape,
+                str(one.rank),
+                f"{one.alpha:g}",
+                one.reason,
+            )
             rows[row] = rows.get(row, 0) + 1
         columns = ("site", "original name", "weight", "rank", "alpha", "why", "modules")
         return Table("sites", columns, tuple((*row, str(count)) for row, count in rows.items()))
 
 
 @dataclass(frozen=True)
-class Pattern:
+class SitePattern:
     """A regular expression of the configuration, and where it stands there."""
 
     text: str
@@ -93,54 +100,56 @@ class Pattern:
         return any(self.compiled.fullmatch(name) for name in names)
 
 
-def choose_sites(roots: Mapping[str, nn.Module], family: ModelSpec, network: NetworkSection) -> Choice:
+def choose_sites(roots: Mapping[str, nn.Module], family: ModelSpec, network: NetworkSection) -> SiteSelection:
     """The modules of `roots`, {component: module}, that get an adapter.
 
     Raises UsageError: PATTERN-UNREADABLE, SITES-NONE where no module is left.
     """
     patterns = {
-        place: [compiled(text, place) for text in getattr(network, place)]
+        place: [compile_site_pattern(text, place) for text in getattr(network, place)]
         for place in ("only_patterns", "exclude_patterns", "include_patterns")
     }
     by_pattern = {
-        place: [(compiled(text, place), value) for text, value in getattr(network, place).items()]
+        place: [(compile_site_pattern(text, place), value) for text, value in getattr(network, place).items()]
         for place in ("network_reg_dims", "network_reg_alphas", "network_reg_lrs")
     }
     every = [pattern for group in patterns.values() for pattern in group]
     every += [pattern for group in by_pattern.values() for pattern, _ in group]
     idle = {pattern.place + pattern.text: pattern for pattern in every}
-    chosen: list[Chosen] = []
+    chosen: list[SelectedSite] = []
     left_out: dict[str, str] = {}
-    for component, module, layer, original in candidates(roots, family):
+    for component, module, layer, original in iterate_site_candidates(roots, family):
         names = (original, module)
         for pattern in list(idle.values()):
             if pattern.fits(*names):
                 del idle[pattern.place + pattern.text]
-        reason = exclusion(names, family, patterns) or unsuited(layer, network)
+        reason = find_exclusion_reason(names, family, patterns) or find_unsuited_reason(layer, network)
         if reason:
             left_out[f"{component}.{module}"] = reason
             continue
-        rank, alpha, why = rank_of(layer, names, network, by_pattern)
-        rate = first_match(by_pattern["network_reg_lrs"], names)
-        shape = weight_shape(layer)
-        chosen.append(Chosen(component, module, original, shape, rank, alpha, rate and rate[1], why))
-    findings = tuple(idle_pattern(pattern, chosen, left_out) for pattern in idle.values())
+        rank, alpha, why = choose_rank_and_alpha(layer, names, network, by_pattern)
+        rate = find_first_pattern(by_pattern["network_reg_lrs"], names)
+        shape = get_weight_shape(layer)
+        chosen.append(SelectedSite(component, module, original, shape, rank, alpha, rate and rate[1], why))
+    findings = tuple(make_idle_pattern_finding(pattern, chosen, left_out) for pattern in idle.values())
     if not chosen:
-        raise nothing_chosen(roots, left_out, findings)
-    return Choice(tuple(chosen), left_out, (*findings, *ranks_above(chosen, network)))
+        raise make_no_sites_error(roots, left_out, findings)
+    return SiteSelection(tuple(chosen), left_out, (*findings, *find_excessive_ranks(chosen, network)))
 
 
-def candidates(roots: Mapping[str, nn.Module], family: ModelSpec) -> Iterator[tuple[str, str, nn.Module, str]]:
+def iterate_site_candidates(
+    roots: Mapping[str, nn.Module], family: ModelSpec
+) -> Iterator[tuple[str, str, nn.Module, str]]:
     """(component, module name, layer, original name) of every Linear and convolution where trainers put adapters."""
     resolver = Resolver.of_model(family)
     for component, root in roots.items():
         within = re.compile(family.adapters.trained.get(component, ".*"))
         for name, layer in root.named_modules():
-            if isinstance(layer, (nn.Linear, *CONVOLUTIONS)) and within.fullmatch(name):
+            if isinstance(layer, (nn.Linear, *CONVOLUTION_TYPES)) and within.fullmatch(name):
                 yield component, name, layer, resolver.native_name(component, name) or name
 
 
-def exclusion(names: tuple[str, str], family: ModelSpec, patterns: Mapping[str, list[Pattern]]) -> str:
+def find_exclusion_reason(names: tuple[str, str], family: ModelSpec, patterns: Mapping[str, list[SitePattern]]) -> str:
     """Why a module gets none, '' where it gets one: only_patterns first, then exclusion, from which inclusion saves."""
     only = patterns["only_patterns"]
     if only:
@@ -153,34 +162,36 @@ def exclusion(names: tuple[str, str], family: ModelSpec, patterns: Mapping[str, 
     return f"exclude_patterns: {found.text}" if found else ""
 
 
-def unsuited(layer: nn.Module, network: NetworkSection) -> str:
+def find_unsuited_reason(layer: nn.Module, network: NetworkSection) -> str:
     """Why a layer has no rank, '' where it has one."""
-    return "conv_dim is 0" if has_kernel(layer) and network.conv_dim == 0 else ""
+    return "conv_dim is 0" if has_spatial_kernel(layer) and network.conv_dim == 0 else ""
 
 
-def has_kernel(layer: nn.Module) -> bool:
+def has_spatial_kernel(layer: nn.Module) -> bool:
     """Whether a layer is a convolution with a kernel larger than one."""
-    return any(side > 1 for side in weight_shape(layer)[2:])
+    return any(side > 1 for side in get_weight_shape(layer)[2:])
 
 
-def weight_shape(layer: nn.Module) -> tuple[int, ...]:
+def get_weight_shape(layer: nn.Module) -> tuple[int, ...]:
     """The shape of a layer's weight."""
     weight: Any = layer.weight
     return tuple(weight.shape)
 
 
-def rank_of(
+def choose_rank_and_alpha(
     layer: nn.Module,
     names: tuple[str, str],
     network: NetworkSection,
-    by_pattern: Mapping[str, list[tuple[Pattern, float]]],
+    by_pattern: Mapping[str, list[tuple[SitePattern, float]]],
 ) -> tuple[int, float, str]:
     """Rank, alpha and reason: by pattern, else by the kind of layer. Alpha 0 stands for the rank, as in sd-scripts."""
-    kernel = has_kernel(layer)
+    kernel = has_spatial_kernel(layer)
     conv_dim, conv_alpha = network.conv_dim, network.conv_alpha
     rank = conv_dim if kernel and conv_dim else network.network_dim
     alpha = conv_alpha if kernel and conv_alpha is not None else network.network_alpha
-    ranked, scaled = (first_match(by_pattern[name], names) for name in ("network_reg_dims", "network_reg_alphas"))
+    ranked, scaled = (
+        find_first_pattern(by_pattern[name], names) for name in ("network_reg_dims", "network_reg_alphas")
+    )
     reasons = [f"{pattern.place}: {pattern.text}" for pattern, _ in filter(None, (ranked, scaled))]
     if ranked:
         rank = int(ranked[1])
@@ -189,15 +200,17 @@ def rank_of(
     return rank, alpha or float(rank), "; ".join(reasons) or ("conv_dim" if kernel and conv_dim else "network_dim")
 
 
-def first_match(patterns: list[tuple[Pattern, float]], names: tuple[str, str]) -> tuple[Pattern, float] | None:
+def find_first_pattern(
+    patterns: list[tuple[SitePattern, float]], names: tuple[str, str]
+) -> tuple[SitePattern, float] | None:
     """The first pattern that is one of the names, with its value."""
     return next(((pattern, value) for pattern, value in patterns if pattern.fits(*names)), None)
 
 
-def compiled(text: str, place: str) -> Pattern:
+def compile_site_pattern(text: str, place: str) -> SitePattern:
     """A pattern; raises UsageError (PATTERN-UNREADABLE) for text that is no regular expression."""
     try:
-        return Pattern(text, place, re.compile(text))
+        return SitePattern(text, place, re.compile(text))
     except re.error as error:
         raise UsageError(
             f"{place}: {text!r} is no regular expression: {error}",
@@ -208,7 +221,9 @@ def compiled(text: str, place: str) -> Pattern:
         ) from error
 
 
-def idle_pattern(pattern: Pattern, chosen: Iterable[Chosen], left_out: Mapping[str, str]) -> Finding:
+def make_idle_pattern_finding(
+    pattern: SitePattern, chosen: Iterable[SelectedSite], left_out: Mapping[str, str]
+) -> Finding:
     """The finding that a pattern is the name of no module."""
     known = [*(one.original for one in chosen), *(site.partition(".")[2] for site in left_out)]
     return Finding(
@@ -218,13 +233,13 @@ def idle_pattern(pattern: Pattern, chosen: Iterable[Chosen], left_out: Mapping[s
         f"{pattern.text!r} is the whole name of no module",
         {"pattern": pattern.text, "modules": len(known), "such as": known[:2]},
         "Patterns must fit a whole name, so that `.*` is often needed at either end."
-        + did_you_mean(pattern.text, known),
+        + suggest_nearest_name(pattern.text, known),
     )
 
 
-def ranks_above(chosen: Iterable[Chosen], network: NetworkSection) -> Iterator[Finding]:
+def find_excessive_ranks(chosen: Iterable[SelectedSite], network: NetworkSection) -> Iterator[Finding]:
     """The finding that ranks are larger than any change of their weights could have; LoKr takes them to mean full."""
-    above = [one for one in chosen if one.rank > one.full_rank] if network.algorithm in LOW_RANK else []
+    above = [one for one in chosen if one.rank > one.full_rank] if network.algorithm in _LOW_RANK_ALGORITHMS else []
     if above:
         worst = max(above, key=lambda one: one.rank / one.full_rank)
         yield Finding(
@@ -239,7 +254,7 @@ def ranks_above(chosen: Iterable[Chosen], network: NetworkSection) -> Iterator[F
         )
 
 
-def nothing_chosen(
+def make_no_sites_error(
     roots: Mapping[str, nn.Module], left_out: Mapping[str, str], findings: tuple[Finding, ...]
 ) -> UsageError:
     """The error for a choice of nothing."""
@@ -253,6 +268,6 @@ def nothing_chosen(
     )
 
 
-def blank(name: str) -> str:
+def mask_module_numbers(name: str) -> str:
     """A name with its numbers as *."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -16,28 +16,28 @@ from typing import Any
 
 from finitune.report import Finding, Level
 
-WINDOW = 100
-LEAST_HISTORY = 20
-LEAST_DEVIATION = 0.05
+_SPIKE_WINDOW = 100
+MIN_SPIKE_HISTORY = 20
+_MIN_SPIKE_DEVIATION = 0.05
 """Values that hardly vary count as varying by 5 %: no spike is smaller than zscore times that."""
 
 
-def robust_zscore(value: float, history: Iterable[float]) -> float:
+def compute_robust_zscore(value: float, history: Iterable[float]) -> float:
     """How many deviations `value` > 0 lies above the median of `history`, all seen as logarithms."""
     logs = [math.log(known) for known in history]
     middle = median(logs)
     deviation = 1.4826 * median(abs(log - middle) for log in logs)
-    return (math.log(value) - middle) / max(deviation, LEAST_DEVIATION)
+    return (math.log(value) - middle) / max(deviation, _MIN_SPIKE_DEVIATION)
 
 
 @dataclass
-class Spikes:
+class SpikeDetector:
     """Watches loss and gradient norm; `count` is how many spikes were reported."""
 
     zscore: float = 6.0
     count: int = 0
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    gradients: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_SPIKE_WINDOW))
+    gradients: deque[float] = field(default_factory=lambda: deque(maxlen=_SPIKE_WINDOW))
     _high: bool = False
 
     def add(self, step: int, loss: float, grad_norm: float) -> Finding | None:
@@ -46,16 +46,16 @@ class Spikes:
         What is not finite, or not above 0, is left out: the first is the guard's, the second no spike.
         """
         scores = {
-            name: robust_zscore(value, known)
+            name: compute_robust_zscore(value, known)
             for name, value, known in (("loss", loss, self.losses), ("gradient norm", grad_norm, self.gradients))
-            if usable(value) and len(known) >= LEAST_HISTORY
+            if has_finite_logarithm(value) and len(known) >= MIN_SPIKE_HISTORY
         }
         medians = {"loss": self.losses, "gradient norm": self.gradients}
         evidence: dict[str, object] = {"step": step, "loss": loss, "grad_norm": grad_norm}
         evidence |= {f"median {name}": median(medians[name]) for name in scores}
         evidence |= {f"zscore {name}": round(score, 2) for name, score in scores.items()}
         for value, known in ((loss, self.losses), (grad_norm, self.gradients)):
-            if usable(value):
+            if has_finite_logarithm(value):
                 known.append(value)
         spiking = [name for name, score in scores.items() if score > self.zscore]
         was_high, self._high = self._high, bool(spiking)
@@ -83,10 +83,10 @@ class Spikes:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken."""
         self.count, self._high = state["count"], state["high"]
-        self.losses = deque(state["losses"], maxlen=WINDOW)
-        self.gradients = deque(state["gradients"], maxlen=WINDOW)
+        self.losses = deque(state["losses"], maxlen=_SPIKE_WINDOW)
+        self.gradients = deque(state["gradients"], maxlen=_SPIKE_WINDOW)
 
 
-def usable(value: float) -> bool:
+def has_finite_logarithm(value: float) -> bool:
     """Whether a value has a finite logarithm."""
     return math.isfinite(value) and value > 0

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from finitune.datasets.items import Batch, seed_of
+from finitune.datasets.items import TrainingBatch, derive_seed
 from finitune.errors import NumericsError
-from finitune.training.learner import Learner
-from finitune.training.objective import Objective
-from finitune.training.ranks import OrderedSum, Ranks
+from finitune.training.adapted_model import AdaptedModel
+from finitune.training.objective import FlowObjective
+from finitune.training.ranks import OrderedSum, ProcessRanks
 
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 @dataclass
-class Gradient:
+class StepGradient:
     """The gradient of one step, in the parameters' `.grad`, and what it says of itself.
 
     `loss` is the mean over `samples` of all processes; `finite` tells whether loss and gradient are; `bad` are this
@@ -37,20 +37,20 @@ class Gradient:
     bad: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    batches: list[Batch] = field(default_factory=list)
+    batches: list[TrainingBatch] = field(default_factory=list)
 
 
 @dataclass
-class Differentiator:
+class GradientAccumulator:
     """Gradients of a learner; `split` cuts each micro-batch into so many parts, where memory was short."""
 
-    learner: Learner
-    objective: Objective
-    ranks: Ranks
+    learner: AdaptedModel
+    objective: FlowObjective
+    ranks: ProcessRanks
     seed: int
     split: int = 1
 
-    def gradient(self, batches: Sequence[Batch | None], step: int, attempt: int = 0) -> Gradient:
+    def gradient(self, batches: Sequence[TrainingBatch | None], step: int, attempt: int = 0) -> StepGradient:
         """The gradient over the micro-batches of all processes; raises where memory does not suffice for one sample.
 
         `batches` are those of this process, None where one is left out. All processes give as many.
@@ -62,7 +62,7 @@ class Differentiator:
             own = self.backward(batch, step, attempt)
             losses.append(own)
             reached |= {name for name, parameter in named if parameter.grad is not None}
-            total.add(flattened(parameters, [float(own.sum()), float(len(own))], self.ranks.device))
+            total.add(flatten_gradients(parameters, [float(own.sum()), float(len(own))], self.ranks.device))
         kept = [batch for batch in batches if batch is not None]
         names = tuple(name for batch in kept for name in batch.names)
         fine = torch.cat(losses).isfinite().tolist()
@@ -70,9 +70,9 @@ class Differentiator:
         loss_sum, samples = float(flat[-2]), int(flat[-1])
         gradients = flat[:-2].div_(max(samples, 1))
         norm = float(torch.linalg.vector_norm(gradients))
-        assign(parameters, gradients)
+        assign_gradients(parameters, gradients)
         loss = loss_sum / samples if samples else float("nan")
-        return Gradient(
+        return StepGradient(
             loss=loss,
             samples=samples,
             norm=norm,
@@ -83,14 +83,14 @@ class Differentiator:
             batches=kept,
         )
 
-    def backward(self, batch: Batch | None, step: int, attempt: int) -> Tensor:
+    def backward(self, batch: TrainingBatch | None, step: int, attempt: int) -> Tensor:
         """The gradient of the sum of a batch's losses, in `.grad`, in as many parts as memory asks for; the weighted
         losses (B,), on the CPU. None has neither.
         """
         while True:
             self.forget()
             try:
-                parts = [] if batch is None else parts_of(batch, self.split)
+                parts = [] if batch is None else split_batch(batch, self.split)
                 return torch.cat([torch.zeros(0), *(self.accumulate(part, step, attempt) for part in parts)])
             except (RuntimeError, MemoryError) as error:
                 self.halve(error, 0 if batch is None else len(batch))
@@ -100,23 +100,23 @@ class Differentiator:
         for _, parameter in self.learner.named_parameters():
             parameter.grad = None
 
-    def accumulate(self, batch: Batch, step: int, attempt: int) -> Tensor:
+    def accumulate(self, batch: TrainingBatch, step: int, attempt: int) -> Tensor:
         """Add the gradient of a batch's losses to `.grad`; the losses."""
         self.learner.train(True)
-        torch.manual_seed(seed_of(self.seed, step, attempt, batch.places[0], "dropout"))
+        torch.manual_seed(derive_seed(self.seed, step, attempt, batch.places[0], "dropout"))
         losses = self.losses(batch, step, attempt)
         if losses.requires_grad:  # not where module_dropout has left every adapter out
             losses.sum().backward()
         return losses.detach().cpu()
 
-    def losses(self, batch: Batch, step: int, attempt: int = 0) -> Tensor:
+    def losses(self, batch: TrainingBatch, step: int, attempt: int = 0) -> Tensor:
         """The weighted losses (B,) fp32 of a batch, with gradient."""
         self.learner.strength(batch.multiplier)
         lesson = self.objective.draw(batch, (self.seed, attempt) if attempt else self.seed, step)
         velocity = self.learner.denoiser(lesson.x_t, lesson.sigma, batch.conditioning)
         return self.objective.losses(lesson, velocity, batch) * batch.weights
 
-    def alone(self, batches: Sequence[Batch], step: int, attempt: int = 0) -> tuple[str, ...]:
+    def find_nonfinite_samples(self, batches: Sequence[TrainingBatch], step: int, attempt: int = 0) -> tuple[str, ...]:
         """The samples of this process whose loss or gradient is not finite on its own."""
         guilty: list[str] = []
         for batch in batches:
@@ -149,23 +149,25 @@ class Differentiator:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory was short."""
     text = str(error).lower()
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(words in text for words in OUT_OF_MEMORY)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        words in text for words in _OUT_OF_MEMORY_PHRASES
+    )
 
 
-def parts_of(batch: Batch, split: int) -> list[Batch]:
+def split_batch(batch: TrainingBatch, split: int) -> list[TrainingBatch]:
     """A batch in at most `split` parts of nearly equal size."""
     size = -(-len(batch) // split)
     return [batch.part(begin, min(begin + size, len(batch))) for begin in range(0, len(batch), size)]
 
 
-def flattened(parameters: Sequence[torch.nn.Parameter], facts: Sequence[float], device: torch.device) -> Tensor:
+def flatten_gradients(parameters: Sequence[torch.nn.Parameter], facts: Sequence[float], device: torch.device) -> Tensor:
     """All gradients (zeros where there is none) and a few numbers as one fp32 vector, to be added up at once."""
     pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     flat = [piece.detach().float().flatten() for piece in pieces]
     return torch.cat([*flat, torch.tensor(list(facts), dtype=torch.float32, device=device)])
 
 
-def assign(parameters: Sequence[torch.nn.Parameter], flat: Tensor) -> None:
+def assign_gradients(parameters: Sequence[torch.nn.Parameter], flat: Tensor) -> None:
     """Put one vector back into the gradients."""
     place = 0
     for parameter in parameters:

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-from finitune.datasets.items import Batch, MicroBatch
+from finitune.datasets.items import MicroBatch, TrainingBatch
 from finitune.precision.probe import probe
-from finitune.training.learner import Learner
-from finitune.training.objective import Objective
-from finitune.training.ranks import Ranks
+from finitune.training.adapted_model import AdaptedModel
+from finitune.training.objective import FlowObjective
+from finitune.training.ranks import ProcessRanks
 
-Load = Callable[[MicroBatch], Batch | None]
+_BatchLoad = Callable[[MicroBatch], TrainingBatch | None]
 
 
 @dataclass(frozen=True)
-class Validation:
+class HeldOutValidation:
     """Micro-batches of pictures kept out, each sample with a place of its own for its noise."""
 
     batches: Sequence[MicroBatch]
@@ -28,7 +28,9 @@ class Validation:
     seed: int
 
     @torch.no_grad()
-    def measure(self, learner: Learner, objective: Objective, load: Load, ranks: Ranks) -> dict[float, float]:
+    def measure(
+        self, learner: AdaptedModel, objective: FlowObjective, load: _BatchLoad, ranks: ProcessRanks
+    ) -> dict[float, float]:
         """{sigma: mean loss} over all pictures; the work is shared among the processes, the result is everybody's."""
         sums = torch.zeros(len(self.sigmas) + 1, dtype=torch.float64)
         learner.train(False)
@@ -47,7 +49,7 @@ class Validation:
         return {sigma: float(total[i] / total[-1]) for i, sigma in enumerate(self.sigmas)}
 
     @torch.no_grad()
-    def ranges(self, learner: Learner, objective: Objective, load: Load) -> dict[str, float]:
+    def ranges(self, learner: AdaptedModel, objective: FlowObjective, load: _BatchLoad) -> dict[str, float]:
         """The largest magnitude that leaves each block of the denoiser on the first pictures, over all sigmas."""
         batch = load(self.batches[0])
         root = learner.precisions["transformer"].module
@@ -62,6 +64,6 @@ class Validation:
         return {site: amax for site, amax in found.amax.items() if site.rpartition(".")[0].endswith("blocks")}
 
 
-def mean(by_sigma: dict[float, float]) -> float:
+def average_sigma_losses(by_sigma: dict[float, float]) -> float:
     """The mean over the sigmas."""
     return sum(by_sigma.values()) / len(by_sigma)

@@ -1,6 +1,6 @@
 """Anima: a Cosmos-Predict2 denoiser, a Qwen3 text encoder, a text conditioner between them, and the Wan 2.1 VAE."""
 
-from finitune.models.anima.sites import SITES
+from finitune.models.anima.sites import ANIMA_SITES
 from finitune.models.spec import ModelSpec
 
 ANIMA = ModelSpec(
@@ -24,7 +24,7 @@ ANIMA = ModelSpec(
         ("prediction", "The denoiser predicts the velocity, noise minus data."),
         ("picture-size", "Height and width are multiples of 16: 8 by the VAE, 2 by the patches."),
     ),
-    adapters=SITES,
+    adapters=ANIMA_SITES,
     title="Anima",
 )
 

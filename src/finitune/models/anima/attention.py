@@ -70,12 +70,15 @@ class ConditionerProcessor:
         key = attn.k_norm(attn.k_proj(context).unflatten(-1, heads))
         value = attn.v_proj(context).unflatten(-1, heads)
         if position_embeddings is not None and encoder_position_embeddings is not None:
-            query, key = rotate(query, position_embeddings), rotate(key, encoder_position_embeddings)
+            query, key = (
+                apply_rotary_embedding(query, position_embeddings),
+                apply_rotary_embedding(key, encoder_position_embeddings),
+            )
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return attn.o_proj(self.attention(query, key, value, attention_mask).transpose(1, 2).flatten(2, 3))
 
 
-def rotate(x: Tensor, embedding: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rotary_embedding(x: Tensor, embedding: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary embedding of x (B, L, H, D) by (cos, sin), each (B, L, D), halves rotated against each other."""
     cos, sin = (part.unsqueeze(2) for part in embedding)
     first, second = x.chunk(2, dim=-1)
@@ -83,7 +86,7 @@ def rotate(x: Tensor, embedding: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @contextmanager
-def scale_attention(root: nn.Module, attention: AttentionFunction) -> Generator[nn.Module]:
+def apply_attention_function(root: nn.Module, attention: AttentionFunction) -> Generator[nn.Module]:
     """Let `attention` compute every attention of a transformer or conditioner while the context is open."""
     from diffusers.models.attention_processor import Attention
     from diffusers.models.condition_embedders.condition_embedder_anima import AnimaTextConditionerAttention

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finitune.files.tensorfile import fingerprint_of, hash_tensor
+from finitune.files.tensorfile import compute_tensor_fingerprint, hash_tensor
 from finitune.models.anima.load import AnimaParts
 
 TextLevel = Literal["context", "states", "tokens"]
@@ -39,9 +39,9 @@ class AnimaEncoders:
     def of(cls, parts: AnimaParts, level: TextLevel, qwen3_tokens: int = 512, t5_tokens: int = 512) -> AnimaEncoders:
         """Encoders that state what makes their results what they are."""
         identity = {
-            "latents.vae": module_fingerprint(parts.vae),
-            "texts.encoder": module_fingerprint(parts.text_encoder),
-            "texts.conditioner": module_fingerprint(parts.text_conditioner),
+            "latents.vae": compute_module_fingerprint(parts.vae),
+            "texts.encoder": compute_module_fingerprint(parts.text_encoder),
+            "texts.conditioner": compute_module_fingerprint(parts.text_conditioner),
             "texts.level": level,
             "texts.tokens": f"{qwen3_tokens}, {t5_tokens}",
             "dtype": "fp32",
@@ -65,10 +65,10 @@ class AnimaEncoders:
         for caption in captions:
             tokens = self.tokens(caption)
             if self.level != "tokens":
-                tokens = qwen3_states(self.parts.text_encoder, tokens)
+                tokens = encode_qwen3_states(self.parts.text_encoder, tokens)
             if self.level == "context":
                 length = tokens["t5_ids"].shape[1]
-                tokens = {"context": text_context(self.parts.text_conditioner, tokens)[:, :length]}
+                tokens = {"context": compute_text_context(self.parts.text_conditioner, tokens)[:, :length]}
             encoded.append({name: tensor[0].cpu() for name, tensor in tokens.items()})
         return encoded
 
@@ -94,7 +94,7 @@ class AnimaEncoders:
         batch: dict[str, Tensor] = {}
         for name in texts[0]:
             length = max(least, *(text[name].shape[0] for text in texts))
-            batch[name] = torch.stack([padded(text[name], length) for text in texts])
+            batch[name] = torch.stack([pad_with_zeros(text[name], length) for text in texts])
         return batch
 
     def cut(self, caption: str) -> dict[str, int]:
@@ -117,8 +117,8 @@ class AnimaDenoiser:
         transformer: Any = self.transformer
         told = dict(conditioning)
         if "qwen3_ids" in told:
-            told = qwen3_states(self.text_encoder, told)
-        context = told["context"] if "context" in told else text_context(self.text_conditioner, told)
+            told = encode_qwen3_states(self.text_encoder, told)
+        context = told["context"] if "context" in told else compute_text_context(self.text_conditioner, told)
         height, width = (8 * side for side in noisy.shape[-2:])
         velocity = transformer(
             hidden_states=noisy.to(transformer.dtype),
@@ -130,7 +130,7 @@ class AnimaDenoiser:
         return velocity.float()
 
 
-def qwen3_states(text_encoder: nn.Module, told: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def encode_qwen3_states(text_encoder: nn.Module, told: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same with Qwen3's last hidden states (B, L, C), zero where masked, in place of its ids."""
     rest = {name: tensor for name, tensor in told.items() if name != "qwen3_ids"}
     encoder: Any = text_encoder
@@ -139,7 +139,7 @@ def qwen3_states(text_encoder: nn.Module, told: Mapping[str, Tensor]) -> dict[st
     return {**rest, "states": states * mask.to(states).unsqueeze(-1)}
 
 
-def text_context(conditioner: nn.Module, told: Mapping[str, Tensor]) -> Tensor:
+def compute_text_context(conditioner: nn.Module, told: Mapping[str, Tensor]) -> Tensor:
     """The conditioner's answer to Qwen3's states and T5's ids: (B, L, C), at least as long as the denoiser wants it."""
     asked: Any = conditioner
     device = next(conditioner.parameters()).device
@@ -147,11 +147,11 @@ def text_context(conditioner: nn.Module, told: Mapping[str, Tensor]) -> Tensor:
     return asked(states.to(asked.dtype), ids, t5_mask, qwen3_mask)
 
 
-def padded(tensor: Tensor, length: int) -> Tensor:
+def pad_with_zeros(tensor: Tensor, length: int) -> Tensor:
     """`tensor` (L, ...) with zeros behind it up to `length`."""
     return F.pad(tensor, [*[0, 0] * (tensor.ndim - 1), 0, length - tensor.shape[0]])
 
 
-def module_fingerprint(module: nn.Module) -> str:
+def compute_module_fingerprint(module: nn.Module) -> str:
     """The fingerprint of a module's tensors as they are in memory."""
-    return fingerprint_of({name: hash_tensor(tensor) for name, tensor in module.state_dict().items()})
+    return compute_tensor_fingerprint({name: hash_tensor(tensor) for name, tensor in module.state_dict().items()})

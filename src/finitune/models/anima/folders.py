@@ -8,15 +8,15 @@ from typing import Any
 
 from finitune.errors import FileError
 from finitune.files.tensorfile import TensorFile
-from finitune.models.anima.headers import PUBLISHED, Config
+from finitune.models.anima.configs import PUBLISHED_ANIMA_SETTINGS, ComponentConfig
 
-MODULES = ("transformer", "text_conditioner", "text_encoder", "vae")
-TOKENIZERS = ("tokenizer", "t5_tokenizer")
-METADATA_KEY = "finitune.config"
-USUAL_STEMS = ("diffusion_pytorch_model", "model")
+ANIMA_MODULES = ("transformer", "text_conditioner", "text_encoder", "vae")
+ANIMA_TOKENIZERS = ("tokenizer", "t5_tokenizer")
+ANIMA_CONFIG_METADATA_KEY = "finitune.config"
+_USUAL_CHECKPOINT_STEMS = ("diffusion_pytorch_model", "model")
 
 
-def subfolder(folder: Path, name: str) -> Path:
+def require_subfolder(folder: Path, name: str) -> Path:
     """A subfolder that has to be there; raises FileError saying what is there."""
     place = folder / name
     if not place.is_dir():
@@ -26,16 +26,17 @@ def subfolder(folder: Path, name: str) -> Path:
             code="FILE-MISSING",
             subject=str(place),
             evidence={"present": present},
-            remedy=f"A folder for Anima has the subfolders {', '.join((*MODULES, *TOKENIZERS, 'scheduler'))}. "
+            remedy="A folder for Anima has the subfolders "
+            f"{', '.join((*ANIMA_MODULES, *ANIMA_TOKENIZERS, 'scheduler'))}. "
             "Folders are never fetched: download it first.",
         )
     return place
 
 
-def weights_in(folder: Path) -> Path:
+def find_component_checkpoint(folder: Path) -> Path:
     """The one checkpoint in a component's folder; raises FileError where there is none, or no saying which."""
     found = sorted(folder.glob("*.safetensors.index.json")) or sorted(folder.glob("*.safetensors"))
-    usual = [path for path in found if path.name.split(".safetensors")[0] in USUAL_STEMS]
+    usual = [path for path in found if path.name.split(".safetensors")[0] in _USUAL_CHECKPOINT_STEMS]
     choice = usual if len(found) > 1 else found
     if len(choice) == 1:
         return choice[0]
@@ -50,31 +51,31 @@ def weights_in(folder: Path) -> Path:
     )
 
 
-def read_config(path: Path) -> Config:
+def read_anima_config_file(path: Path) -> ComponentConfig:
     """A component's config.json; raises FileError."""
     if not path.is_file():
         remedy = "Copy it from the diffusers release of the model."
         raise FileError(f"{path} does not exist", code="FILE-MISSING", subject=str(path), remedy=remedy)
-    return parse_config(path, path.read_text(encoding="utf-8"))
+    return parse_component_config(path, path.read_text(encoding="utf-8"))
 
 
-def read_metadata(file: TensorFile) -> dict[str, Config]:
+def read_component_settings(file: TensorFile) -> dict[str, ComponentConfig]:
     """The settings by component that a file carries in its metadata; raises FileError where they make no sense."""
-    stated = parse_config(file.path, file.metadata.get(METADATA_KEY, "{}"))
+    stated = parse_component_config(file.path, file.metadata.get(ANIMA_CONFIG_METADATA_KEY, "{}"))
     for name, settings in stated.items():
-        strange = set(settings) - set(PUBLISHED.get(name, ())) if isinstance(settings, dict) else {name}
-        if strange or name not in PUBLISHED:
+        strange = set(settings) - set(PUBLISHED_ANIMA_SETTINGS.get(name, ())) if isinstance(settings, dict) else {name}
+        if strange or name not in PUBLISHED_ANIMA_SETTINGS:
             raise FileError(
-                f"the metadata {METADATA_KEY} of {file.path} sets {', '.join(sorted(strange | {name}))}",
+                f"the metadata {ANIMA_CONFIG_METADATA_KEY} of {file.path} sets {', '.join(sorted(strange | {name}))}",
                 code="FILE-METADATA",
                 subject=str(file.path),
                 evidence={"component": name, "unknown": sorted(strange)},
-                remedy=f"Known are {', '.join(PUBLISHED)}, and in them what no header tells.",
+                remedy=f"Known are {', '.join(PUBLISHED_ANIMA_SETTINGS)}, and in them what no header tells.",
             )
     return stated  # type: ignore[return-value]
 
 
-def parse_config(path: Path, text: str) -> Config:
+def parse_component_config(path: Path, text: str) -> ComponentConfig:
     """A JSON table; raises FileError."""
     try:
         table = json.loads(text)
@@ -96,8 +97,8 @@ def load_tokenizers(folder: Path) -> dict[str, Any]:
     from transformers import Qwen2Tokenizer, T5Tokenizer
 
     tokenizers: dict[str, Any] = {}
-    for name, cls in zip(TOKENIZERS, (Qwen2Tokenizer, T5Tokenizer), strict=True):
-        place = subfolder(folder, name)
+    for name, cls in zip(ANIMA_TOKENIZERS, (Qwen2Tokenizer, T5Tokenizer), strict=True):
+        place = require_subfolder(folder, name)
         if not (place / "tokenizer.json").is_file():
             raise FileError(
                 f"{place} holds no tokenizer.json",

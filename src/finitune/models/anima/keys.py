@@ -11,43 +11,47 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from finitune.files.keymap import KeyMap, Pair, same, spell
+from finitune.files.keymap import KeyMap, TemplatePair, expand_templates, pair_same_words
 
-ATTENTIONS = (("self_attn", "attn1"), ("cross_attn", "attn2"))
-SUBLAYERS = (("self_attn", "norm1"), ("cross_attn", "norm2"), ("mlp", "norm3"))
-LINEARS = (("1", "linear_1"), ("2", "linear_2"))
+_DIT_ATTENTIONS = (("self_attn", "attn1"), ("cross_attn", "attn2"))
+_DIT_SUBLAYERS = (("self_attn", "norm1"), ("cross_attn", "norm2"), ("mlp", "norm3"))
+_DIT_LINEARS = (("1", "linear_1"), ("2", "linear_2"))
 
-TRANSFORMER = KeyMap(
+ANIMA_TRANSFORMER_KEYS = KeyMap(
     [
         ("x_embedder.proj.1.weight", "patch_embed.proj.weight"),
         ("t_embedding_norm.weight", "time_embed.norm.weight"),
         ("final_layer.linear.weight", "proj_out.weight"),
-        *spell(
-            "t_embedder.1.{linear}.weight", "time_embed.t_embedder.{linear}.weight", linear=same("linear_1", "linear_2")
+        *expand_templates(
+            "t_embedder.1.{linear}.weight",
+            "time_embed.t_embedder.{linear}.weight",
+            linear=pair_same_words("linear_1", "linear_2"),
         ),
-        *spell("final_layer.adaln_modulation.{linear}.weight", "norm_out.{linear}.weight", linear=LINEARS),
-        *spell(
+        *expand_templates(
+            "final_layer.adaln_modulation.{linear}.weight", "norm_out.{linear}.weight", linear=_DIT_LINEARS
+        ),
+        *expand_templates(
             "blocks.{i}.{attention}.{qkv}_proj.weight",
             "transformer_blocks.{i}.{attention}.to_{qkv}.weight",
-            attention=ATTENTIONS,
-            qkv=same("q", "k", "v"),
+            attention=_DIT_ATTENTIONS,
+            qkv=pair_same_words("q", "k", "v"),
         ),
-        *spell(
+        *expand_templates(
             "blocks.{i}.{attention}.{qk}_norm.weight",
             "transformer_blocks.{i}.{attention}.norm_{qk}.weight",
-            attention=ATTENTIONS,
-            qk=same("q", "k"),
+            attention=_DIT_ATTENTIONS,
+            qk=pair_same_words("q", "k"),
         ),
-        *spell(
+        *expand_templates(
             "blocks.{i}.{attention}.output_proj.weight",
             "transformer_blocks.{i}.{attention}.to_out.0.weight",
-            attention=ATTENTIONS,
+            attention=_DIT_ATTENTIONS,
         ),
-        *spell(
+        *expand_templates(
             "blocks.{i}.adaln_modulation_{sublayer}.{linear}.weight",
             "transformer_blocks.{i}.{sublayer}.{linear}.weight",
-            sublayer=SUBLAYERS,
-            linear=LINEARS,
+            sublayer=_DIT_SUBLAYERS,
+            linear=_DIT_LINEARS,
         ),
         ("blocks.{i}.mlp.layer1.weight", "transformer_blocks.{i}.ff.net.0.proj.weight"),
         ("blocks.{i}.mlp.layer2.weight", "transformer_blocks.{i}.ff.net.2.weight"),
@@ -55,48 +59,55 @@ TRANSFORMER = KeyMap(
 )
 """The denoiser: original names behind their prefix, and CosmosTransformer3DModel."""
 
-ADAPTER_ATTENTIONS = same("self_attn", "cross_attn")
-WEIGHT_AND_BIAS = same("weight", "bias")
+_CONDITIONER_ATTENTIONS = pair_same_words("self_attn", "cross_attn")
+_WEIGHT_AND_BIAS = pair_same_words("weight", "bias")
 
-CONDITIONER = KeyMap(
+ANIMA_CONDITIONER_KEYS = KeyMap(
     [
         ("llm_adapter.embed.weight", "embed.weight"),
         ("llm_adapter.norm.weight", "norm.weight"),
-        *spell("llm_adapter.{proj}.{p}", "{proj}.{p}", proj=same("in_proj", "out_proj"), p=WEIGHT_AND_BIAS),
-        *spell(
+        *expand_templates(
+            "llm_adapter.{proj}.{p}", "{proj}.{p}", proj=pair_same_words("in_proj", "out_proj"), p=_WEIGHT_AND_BIAS
+        ),
+        *expand_templates(
             "llm_adapter.blocks.{i}.norm_{sublayer}.weight",
             "blocks.{i}.norm_{sublayer}.weight",
-            sublayer=same("self_attn", "cross_attn", "mlp"),
+            sublayer=pair_same_words("self_attn", "cross_attn", "mlp"),
         ),
-        *spell(
+        *expand_templates(
             "llm_adapter.blocks.{i}.{attention}.{part}.weight",
             "blocks.{i}.{attention}.{part}.weight",
-            attention=ADAPTER_ATTENTIONS,
-            part=same("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
+            attention=_CONDITIONER_ATTENTIONS,
+            part=pair_same_words("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
         ),
-        *spell("llm_adapter.blocks.{i}.mlp.{n}.{p}", "blocks.{i}.mlp.{n}.{p}", n=same("0", "2"), p=WEIGHT_AND_BIAS),
+        *expand_templates(
+            "llm_adapter.blocks.{i}.mlp.{n}.{p}",
+            "blocks.{i}.mlp.{n}.{p}",
+            n=pair_same_words("0", "2"),
+            p=_WEIGHT_AND_BIAS,
+        ),
     ]
 )
 """The text conditioner: "llm_adapter.*" beside the denoiser, and AnimaTextConditioner."""
 
-PREFIXES = ("net.", "model.diffusion_model.", "diffusion_model.", "")
+ANIMA_DENOISER_PREFIXES = ("net.", "model.diffusion_model.", "diffusion_model.", "")
 """What a file may put before the denoiser's names; the first is the official files', and the one that we write."""
 
-TEXT_ENCODER_PREFIXES = ("model.", "")
+_QWEN3_PREFIXES = ("model.", "")
 
-TOLERATED = re.compile(r"(.+\.)?(pos_embedder\.(seq|dim_spatial_range|dim_temporal_range)|inv_freq)")
+_TOLERATED_BUFFER_PATTERN = re.compile(r"(.+\.)?(pos_embedder\.(seq|dim_spatial_range|dim_temporal_range)|inv_freq)")
 """Buffers that some programs save and every program computes."""
 
-UNUSED_HEADS = ("lm_head.weight",)
+_UNUSED_HEAD_KEYS = ("lm_head.weight",)
 """What a language model has and a text encoder has not."""
 
-ADAPTER_MARK = re.compile(
+_ADAPTER_ONLY_KEY_PATTERN = re.compile(
     r"(.*\.)?(lora_(down|up|mid|A|B)(\.[^.]+)*\.weight|lora_[AB](\..+)?|hada_w[12]_[ab]|lokr_w[12](_[ab])?"
     r"|dora_scale|lora_magnitude_vector(\..+)?|oft_(blocks|diag|R\..+))"
 )
 """Names that only adapters have: LoRA, LoHa, LoKr, DoRA, OFT."""
 
-RESIDUAL = (
+_VAE_RESIDUAL_LAYERS = (
     ("residual.0.gamma", "norm1.gamma"),
     ("residual.2.weight", "conv1.weight"),
     ("residual.2.bias", "conv1.bias"),
@@ -106,45 +117,56 @@ RESIDUAL = (
     ("shortcut.weight", "conv_shortcut.weight"),
     ("shortcut.bias", "conv_shortcut.bias"),
 )
-RESAMPLE = same("resample.1.weight", "resample.1.bias", "time_conv.weight", "time_conv.bias")
-ATTENTION = same("norm.gamma", "to_qkv.weight", "to_qkv.bias", "proj.weight", "proj.bias")
-HALVES = same("encoder", "decoder")
+_VAE_RESAMPLE_LAYERS = pair_same_words("resample.1.weight", "resample.1.bias", "time_conv.weight", "time_conv.bias")
+_VAE_ATTENTION_LAYERS = pair_same_words("norm.gamma", "to_qkv.weight", "to_qkv.bias", "proj.weight", "proj.bias")
+_VAE_HALVES = pair_same_words("encoder", "decoder")
 
 
-def vae_keys(num_levels: int, num_res_blocks: int) -> KeyMap:
+def build_vae_keymap(num_levels: int, num_res_blocks: int) -> KeyMap:
     """The VAE: Wan names and AutoencoderKLQwenImage, whose decoder is numbered by level and Wan's in one row.
 
     Each of Wan's decoder levels is num_res_blocks + 1 residual blocks and, but for the last, one upsampler.
     """
-    pairs: list[Pair] = [
-        *spell("conv1.{p}", "quant_conv.{p}", p=WEIGHT_AND_BIAS),
-        *spell("conv2.{p}", "post_quant_conv.{p}", p=WEIGHT_AND_BIAS),
-        *spell("{half}.conv1.{p}", "{half}.conv_in.{p}", half=HALVES, p=WEIGHT_AND_BIAS),
-        *spell("{half}.head.0.gamma", "{half}.norm_out.gamma", half=HALVES),
-        *spell("{half}.head.2.{p}", "{half}.conv_out.{p}", half=HALVES, p=WEIGHT_AND_BIAS),
-        *spell(
+    pairs: list[TemplatePair] = [
+        *expand_templates("conv1.{p}", "quant_conv.{p}", p=_WEIGHT_AND_BIAS),
+        *expand_templates("conv2.{p}", "post_quant_conv.{p}", p=_WEIGHT_AND_BIAS),
+        *expand_templates("{half}.conv1.{p}", "{half}.conv_in.{p}", half=_VAE_HALVES, p=_WEIGHT_AND_BIAS),
+        *expand_templates("{half}.head.0.gamma", "{half}.norm_out.gamma", half=_VAE_HALVES),
+        *expand_templates("{half}.head.2.{p}", "{half}.conv_out.{p}", half=_VAE_HALVES, p=_WEIGHT_AND_BIAS),
+        *expand_templates(
             "{half}.middle.{n}.{layer}",
             "{half}.mid_block.resnets.{n}.{layer}",
-            half=HALVES,
+            half=_VAE_HALVES,
             n=(("0", "0"), ("2", "1")),
-            layer=RESIDUAL,
+            layer=_VAE_RESIDUAL_LAYERS,
         ),
-        *spell("{half}.middle.1.{layer}", "{half}.mid_block.attentions.0.{layer}", half=HALVES, layer=ATTENTION),
-        *spell("encoder.downsamples.{i}.{layer}", "encoder.down_blocks.{i}.{layer}", layer=RESIDUAL + RESAMPLE),
+        *expand_templates(
+            "{half}.middle.1.{layer}",
+            "{half}.mid_block.attentions.0.{layer}",
+            half=_VAE_HALVES,
+            layer=_VAE_ATTENTION_LAYERS,
+        ),
+        *expand_templates(
+            "encoder.downsamples.{i}.{layer}",
+            "encoder.down_blocks.{i}.{layer}",
+            layer=_VAE_RESIDUAL_LAYERS + _VAE_RESAMPLE_LAYERS,
+        ),
     ]
     for level in range(num_levels):
         first = level * (num_res_blocks + 2)
         for block in range(num_res_blocks + 1):
             right = f"decoder.up_blocks.{level}.resnets.{block}"
-            pairs += spell(f"decoder.upsamples.{first + block}.{{layer}}", f"{right}.{{layer}}", layer=RESIDUAL)
+            pairs += expand_templates(
+                f"decoder.upsamples.{first + block}.{{layer}}", f"{right}.{{layer}}", layer=_VAE_RESIDUAL_LAYERS
+            )
         if level < num_levels - 1:
             left = f"decoder.upsamples.{first + num_res_blocks + 1}"
             right = f"decoder.up_blocks.{level}.upsamplers.0"
-            pairs += spell(f"{left}.{{layer}}", f"{right}.{{layer}}", layer=RESAMPLE)
+            pairs += expand_templates(f"{left}.{{layer}}", f"{right}.{{layer}}", layer=_VAE_RESAMPLE_LAYERS)
     return KeyMap(pairs)
 
 
-def vae_layout(names: Iterable[str]) -> tuple[int, int]:
+def infer_vae_layout(names: Iterable[str]) -> tuple[int, int]:
     """(number of levels, residual blocks per level) of a VAE's encoder, from names in either naming."""
     down = re.compile(r"encoder\.(?:downsamples|down_blocks)\.(\d+)\.(.+)")
     matches = [m for m in map(down.fullmatch, names) if m]
@@ -155,7 +177,7 @@ def vae_layout(names: Iterable[str]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Sorted:
+class SortedKeys:
     """A file's names by component: {component: {diffusers name: name in the file}}, and what belongs to none."""
 
     names: Mapping[str, Mapping[str, str]]
@@ -164,62 +186,62 @@ class Sorted:
     unused: tuple[str, ...] = field(default=())
 
 
-def prefix_of(names: Iterable[str], prefixes: tuple[str, ...], landmark: str) -> str:
+def find_landmark_prefix(names: Iterable[str], prefixes: tuple[str, ...], landmark: str) -> str:
     """The prefix with which `landmark` is among the names; "" where none is."""
     present = set(names)
     return next((prefix for prefix in prefixes if prefix + landmark in present), "")
 
 
-def sort_dit(names: Iterable[str]) -> Sorted:
+def sort_dit(names: Iterable[str]) -> SortedKeys:
     """The names of a denoiser file: transformer and text_conditioner."""
     names = list(names)
-    prefix = prefix_of(names, PREFIXES, "x_embedder.proj.1.weight")
+    prefix = find_landmark_prefix(names, ANIMA_DENOISER_PREFIXES, "x_embedder.proj.1.weight")
     parts: dict[str, dict[str, str]] = {"transformer": {}, "text_conditioner": {}}
     unknown: list[str] = []
-    tolerated = [name for name in names if TOLERATED.fullmatch(name)]
+    tolerated = [name for name in names if _TOLERATED_BUFFER_PATTERN.fullmatch(name)]
     for name in names:
         bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
-        if (new := TRANSFORMER.forward(bare)) is not None:
+        if (new := ANIMA_TRANSFORMER_KEYS.forward(bare)) is not None:
             parts["transformer"][new] = name
-        elif (new := CONDITIONER.forward(bare)) is not None:
+        elif (new := ANIMA_CONDITIONER_KEYS.forward(bare)) is not None:
             parts["text_conditioner"][new] = name
-        elif not TOLERATED.fullmatch(name):
+        elif not _TOLERATED_BUFFER_PATTERN.fullmatch(name):
             unknown.append(name)
-    return Sorted(parts, tuple(unknown), tuple(tolerated))
+    return SortedKeys(parts, tuple(unknown), tuple(tolerated))
 
 
-def sort_text_encoder(names: Iterable[str]) -> Sorted:
+def sort_text_encoder(names: Iterable[str]) -> SortedKeys:
     """The names of a Qwen3 file, with or without "model."; the unused head of the language model is set aside."""
     names = list(names)
-    prefix = prefix_of(names, TEXT_ENCODER_PREFIXES, "embed_tokens.weight")
-    sets_aside = [name for name in names if TOLERATED.fullmatch(name) or name in UNUSED_HEADS]
+    prefix = find_landmark_prefix(names, _QWEN3_PREFIXES, "embed_tokens.weight")
+    sets_aside = [name for name in names if _TOLERATED_BUFFER_PATTERN.fullmatch(name) or name in _UNUSED_HEAD_KEYS]
     kept = [name for name in names if name not in sets_aside]
     inside = {name.removeprefix(prefix): name for name in kept if name.startswith(prefix)}
-    return Sorted(
+    return SortedKeys(
         {"text_encoder": inside},
         tuple(name for name in kept if not name.startswith(prefix)),
-        tuple(name for name in sets_aside if name not in UNUSED_HEADS),
-        tuple(name for name in sets_aside if name in UNUSED_HEADS),
+        tuple(name for name in sets_aside if name not in _UNUSED_HEAD_KEYS),
+        tuple(name for name in sets_aside if name in _UNUSED_HEAD_KEYS),
     )
 
 
-def sort_vae(names: Iterable[str]) -> Sorted:
+def sort_vae(names: Iterable[str]) -> SortedKeys:
     """The names of a VAE file, in Wan's naming or in diffusers'."""
     names = list(names)
     if "quant_conv.weight" in names:
         return sort_plain("vae", names)
-    renamed = vae_keys(*vae_layout(names)).rename(names)
-    return Sorted({"vae": renamed.names}, renamed.unknown)
+    renamed = build_vae_keymap(*infer_vae_layout(names)).rename(names)
+    return SortedKeys({"vae": renamed.names}, renamed.unknown)
 
 
-def sort_plain(component: str, names: Iterable[str]) -> Sorted:
+def sort_plain(component: str, names: Iterable[str]) -> SortedKeys:
     """The names of a component in diffusers' own naming."""
     names = list(names)
-    tolerated = tuple(name for name in names if TOLERATED.fullmatch(name))
-    return Sorted({component: {name: name for name in names if name not in tolerated}}, (), tolerated)
+    tolerated = tuple(name for name in names if _TOLERATED_BUFFER_PATTERN.fullmatch(name))
+    return SortedKeys({component: {name: name for name in names if name not in tolerated}}, (), tolerated)
 
 
-LANDMARKS = (
+_LANDMARK_PATTERNS = (
     (
         "the denoiser of Anima",
         re.compile(r"(net\.|model\.diffusion_model\.|diffusion_model\.)?x_embedder\.proj\.1\.weight"),
@@ -231,12 +253,12 @@ LANDMARKS = (
 )
 
 
-def recognise(names: Iterable[str]) -> str:
+def recognise_anima_file(names: Iterable[str]) -> str:
     """What a file holds, in words: "an adapter", one of LANDMARKS, or "something unknown"."""
     names = list(names)
-    if any(ADAPTER_MARK.fullmatch(name) for name in names):
+    if any(_ADAPTER_ONLY_KEY_PATTERN.fullmatch(name) for name in names):
         return "an adapter"
-    for what, landmark in LANDMARKS:
+    for what, landmark in _LANDMARK_PATTERNS:
         if any(landmark.fullmatch(name) for name in names):
             return what
     return "something unknown"

@@ -3,46 +3,55 @@
 from __future__ import annotations
 
 from finitune.files.keymap import KeyMap
-from finitune.models.anima.keys import CONDITIONER, PREFIXES, TRANSFORMER
-from finitune.models.sites import AdapterSites, ComponentSites, Hallmark, Place, single, sites_of
+from finitune.models.anima.keys import ANIMA_CONDITIONER_KEYS, ANIMA_DENOISER_PREFIXES, ANIMA_TRANSFORMER_KEYS
+from finitune.models.sites import (
+    AdapterSites,
+    ComponentSites,
+    Hallmark,
+    ModulePlace,
+    list_place_sites,
+    make_single_site_places,
+)
 
-QWEN3_LINEARS = (
+_QWEN3_LINEARS = (
     *(f"self_attn.{part}_proj" for part in ("q", "k", "v", "o")),
     *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
 )
-QWEN3 = (
+_QWEN3_SITES = (
     "embed_tokens",
     "norm",
     *(f"layers.{{i}}.{norm}" for norm in ("input_layernorm", "post_attention_layernorm")),
     *(f"layers.{{i}}.self_attn.{norm}_norm" for norm in ("q", "k")),
-    *(f"layers.{{i}}.{linear}" for linear in QWEN3_LINEARS),
+    *(f"layers.{{i}}.{linear}" for linear in _QWEN3_LINEARS),
 )
 """The modules of transformers' Qwen3Model."""
 
-INSERTED_BLOCKS = frozenset((2, 5, 8, 11, 14, 17, 21, 24, 27, 30, 33, 36))
+_INSERTED_BLOCKS = frozenset((2, 5, 8, 11, 14, 17, 21, 24, 27, 30, 33, 36))
 """Where Anima-2.9B has put its 12 new blocks between the 28 of Anima. Source: Gazingstars123/Anima-2.9B."""
 
 
-def modules(parameters: KeyMap) -> tuple[Place, ...]:
+def list_keymap_places(parameters: KeyMap) -> tuple[ModulePlace, ...]:
     """The modules whose weights and biases a key map names: original name and site."""
     pairs = (tuple(name.rpartition(".")[0] for name in pair) for pair in parameters.pairs)
-    return single(*dict.fromkeys((left, right) for left, right in pairs))
+    return make_single_site_places(*dict.fromkeys((left, right) for left, right in pairs))
 
 
-def component(name: str, places: tuple[Place, ...]) -> ComponentSites:
+def make_denoiser_component(name: str, places: tuple[ModulePlace, ...]) -> ComponentSites:
     """A component that lies in the denoiser's file, and that kohya's prefix of the denoiser covers."""
-    return ComponentSites(name, ("unet",), sites_of(places), places, single_file=PREFIXES, kohya_native=True)
+    return ComponentSites(
+        name, ("unet",), list_place_sites(places), places, single_file=ANIMA_DENOISER_PREFIXES, kohya_native=True
+    )
 
 
-SITES = AdapterSites(
+ANIMA_SITES = AdapterSites(
     components=(
-        component("transformer", modules(TRANSFORMER)),
-        component("text_conditioner", modules(CONDITIONER)),
+        make_denoiser_component("transformer", list_keymap_places(ANIMA_TRANSFORMER_KEYS)),
+        make_denoiser_component("text_conditioner", list_keymap_places(ANIMA_CONDITIONER_KEYS)),
         ComponentSites(
             "text_encoder",
             ("te", "te1"),
-            QWEN3,
-            single(*((f"model.{site}", site) for site in QWEN3)),
+            _QWEN3_SITES,
+            make_single_site_places(*((f"model.{site}", site) for site in _QWEN3_SITES)),
             comfy="qwen3_06b",
             single_file=("",),
         ),
@@ -54,7 +63,7 @@ SITES = AdapterSites(
     block_maps={
         "28 to 40": (
             "transformer_blocks.{i}",
-            dict(enumerate(n for n in range(40) if n not in INSERTED_BLOCKS)),
+            dict(enumerate(n for n in range(40) if n not in _INSERTED_BLOCKS)),
         )
     },
     depths={"transformer_blocks.{i}": 28},

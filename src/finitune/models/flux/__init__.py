@@ -1,6 +1,6 @@
 """Flux.1: a transformer of double and single blocks that reads T5-XXL and CLIP-L's pooled output."""
 
-from finitune.models.flux.sites import SITES
+from finitune.models.flux.sites import FLUX_SITES
 from finitune.models.spec import ModelSpec
 
 FLUX = ModelSpec(
@@ -10,7 +10,7 @@ FLUX = ModelSpec(
         ("prediction", "The denoiser predicts the velocity, noise minus data."),
         ("latent-scaling", "Latents are (z - 0.1159) * 0.3611."),
     ),
-    adapters=SITES,
+    adapters=FLUX_SITES,
     title="Flux.1",
 )
 

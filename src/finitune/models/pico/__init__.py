@@ -17,14 +17,14 @@ STREAM_EXPONENT = 13
 STREAM_WRITERS = ("patch_embed.proj.weight", "attn1.to_out.0.weight", "attn2.to_out.0.weight", "ff.net.2.weight")
 
 
-def folder() -> Path:
+def get_pico_folder() -> Path:
     """The diffusers folder of the shipped model."""
     return Path(__file__).parent / "weights"
 
 
-def plan_file() -> Path:
+def get_pico_plan_path() -> Path:
     """The shipped precision plan."""
-    return folder() / "plan.toml"
+    return get_pico_folder() / "plan.toml"
 
 
 def scale_stream_(transformer: nn.Module, exponent: int) -> None:

@@ -6,20 +6,20 @@ Sources: diffusers `transformer_qwenimage.py`; the text encoder has no adapters 
 from finitune.models.sites import AdapterSites, ComponentSites, Hallmark
 from finitune.models.spec import ModelSpec
 
-BLOCK = "transformer_blocks.{i}"
-STREAM = ("{stream}_mod.1", "{stream}_mlp.net.0.proj", "{stream}_mlp.net.2")
-ATTENTION = (
+_BLOCK = "transformer_blocks.{i}"
+_STREAM_LINEARS = ("{stream}_mod.1", "{stream}_mlp.net.0.proj", "{stream}_mlp.net.2")
+_ATTENTION_LAYERS = (
     *(f"to_{part}" for part in ("q", "k", "v", "out.0", "add_out")),
     *(f"add_{part}_proj" for part in "qkv"),
     *(f"norm_{part}" for part in ("q", "k", "added_q", "added_k")),
 )
-TRANSFORMER = (
+_TRANSFORMER_SITES = (
     "img_in",
     "txt_in",
     "txt_norm",
     *(f"time_text_embed.timestep_embedder.linear_{n}" for n in (1, 2)),
-    *(f"{BLOCK}.attn.{part}" for part in ATTENTION),
-    *(f"{BLOCK}.{part.format(stream=stream)}" for stream in ("img", "txt") for part in STREAM),
+    *(f"{_BLOCK}.attn.{part}" for part in _ATTENTION_LAYERS),
+    *(f"{_BLOCK}.{part.format(stream=stream)}" for stream in ("img", "txt") for part in _STREAM_LINEARS),
     "norm_out.linear",
     "proj_out",
 )
@@ -36,18 +36,18 @@ QWEN_IMAGE = ModelSpec(
             ComponentSites(
                 "transformer",
                 ("unet", "transformer"),
-                TRANSFORMER,
+                _TRANSFORMER_SITES,
                 single_file=("", "model.diffusion_model.", "diffusion_model."),
             ),
         ),
         hallmarks=(
-            *(Hallmark("transformer", f"{BLOCK}.{part}", 3072) for part in ("attn.to_k", "img_mlp.net.0.proj")),
+            *(Hallmark("transformer", f"{_BLOCK}.{part}", 3072) for part in ("attn.to_k", "img_mlp.net.0.proj")),
             Hallmark("transformer", "txt_in", 3584),
         ),
         base_model_versions=("qwen_image", "qwen_image_edit"),
         architecture="Qwen-Image/lora",
         prediction_type="flow",
-        depths={BLOCK: 60},
+        depths={_BLOCK: 60},
     ),
     title="Qwen-Image",
 )

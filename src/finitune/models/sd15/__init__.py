@@ -1,9 +1,9 @@
 """Stable Diffusion 1.x: a UNet of four levels that reads CLIP-L."""
 
-from finitune.models.clip import clip_l, query_width
+from finitune.models.clip import make_clip_l_component, make_query_width_hallmark
 from finitune.models.sites import AdapterSites
 from finitune.models.spec import ModelSpec
-from finitune.models.unet import SD_LEVELS, text_width, unet
+from finitune.models.unet import SD_LEVELS, make_text_width_hallmarks, make_unet_component
 
 SD15 = ModelSpec(
     name="sd15",
@@ -13,8 +13,11 @@ SD15 = ModelSpec(
         ("latent-scaling", "Latents are the VAE's times 0.18215."),
     ),
     adapters=AdapterSites(
-        components=(unet(SD_LEVELS), clip_l(("te", "te1"), "cond_stage_model.transformer.")),
-        hallmarks=(*text_width(768), query_width("text_encoder", 768)),
+        components=(
+            make_unet_component(SD_LEVELS),
+            make_clip_l_component(("te", "te1"), "cond_stage_model.transformer."),
+        ),
+        hallmarks=(*make_text_width_hallmarks(768), make_query_width_hallmark("text_encoder", 768)),
         base_model_versions=("sd_v1", "sd_v1_v"),
         architecture="stable-diffusion-v1/lora",
         prediction_type="epsilon",

@@ -1,9 +1,9 @@
 """Stable Diffusion 2.x: the UNet of 1.x, reading OpenCLIP-H."""
 
-from finitune.models.clip import open_clip, query_width
+from finitune.models.clip import make_open_clip_component, make_query_width_hallmark
 from finitune.models.sites import AdapterSites
 from finitune.models.spec import ModelSpec
-from finitune.models.unet import SD_LEVELS, text_width, unet
+from finitune.models.unet import SD_LEVELS, make_text_width_hallmarks, make_unet_component
 
 SD2 = ModelSpec(
     name="sd2",
@@ -15,10 +15,10 @@ SD2 = ModelSpec(
     ),
     adapters=AdapterSites(
         components=(
-            unet(SD_LEVELS),
-            open_clip("text_encoder", ("te", "te1"), "cond_stage_model.model.", comfy="clip_h"),
+            make_unet_component(SD_LEVELS),
+            make_open_clip_component("text_encoder", ("te", "te1"), "cond_stage_model.model.", comfy="clip_h"),
         ),
-        hallmarks=(*text_width(1024), query_width("text_encoder", 1024)),
+        hallmarks=(*make_text_width_hallmarks(1024), make_query_width_hallmark("text_encoder", 1024)),
         base_model_versions=("sd_v2_v", "sd_v2"),
         architecture="stable-diffusion-v2-768-v/lora",
         prediction_type="v",

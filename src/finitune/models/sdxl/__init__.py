@@ -1,9 +1,9 @@
 """Stable Diffusion XL: a UNet of three levels that reads CLIP-L and OpenCLIP-G side by side."""
 
-from finitune.models.clip import clip_l, open_clip, query_width
+from finitune.models.clip import make_clip_l_component, make_open_clip_component, make_query_width_hallmark
 from finitune.models.sites import AdapterSites, Hallmark
 from finitune.models.spec import ModelSpec
-from finitune.models.unet import SDXL_LEVELS, text_width, unet
+from finitune.models.unet import SDXL_LEVELS, make_text_width_hallmarks, make_unet_component
 
 SDXL = ModelSpec(
     name="sdxl",
@@ -15,14 +15,16 @@ SDXL = ModelSpec(
     ),
     adapters=AdapterSites(
         components=(
-            unet(SDXL_LEVELS, sized=True, kohya_native=True),
-            clip_l(("te1",), "conditioner.embedders.0.transformer."),
-            open_clip("text_encoder_2", ("te2",), "conditioner.embedders.1.model.", comfy="clip_g", projection=True),
+            make_unet_component(SDXL_LEVELS, sized=True, kohya_native=True),
+            make_clip_l_component(("te1",), "conditioner.embedders.0.transformer."),
+            make_open_clip_component(
+                "text_encoder_2", ("te2",), "conditioner.embedders.1.model.", comfy="clip_g", projection=True
+            ),
         ),
         hallmarks=(
-            *text_width(2048),
+            *make_text_width_hallmarks(2048),
             Hallmark("unet", "add_embedding.linear_1", 2816),
-            query_width("text_encoder_2", 1280),
+            make_query_width_hallmark("text_encoder_2", 1280),
         ),
         base_model_versions=("sdxl_base_v1-0", "sdxl_base_v0-9"),
         architecture="stable-diffusion-xl-v1-base/lora",

@@ -1,0 +1,167 @@
+"""What learns: adapters attached to the components of a frozen model, and the model's answer with them on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finitune.adapters import AdapterSet, SiteAdapter, find_algorithm
+from finitune.adapters.dropout import Dropout
+from finitune.adapters.layer import AttachedAdapters, attach_adapters
+from finitune.adapters.modules import compute_true_weight
+from finitune.adapters.new import create_adapter
+from finitune.config.schema import NetworkSection
+from finitune.datasets.items import make_generator
+from finitune.errors import AdapterError
+from finitune.training.compute_precision import PrecisionComponent
+from finitune.training.sites import SiteSelection
+
+_SCALABLE_ROLES = ("up", "w1", "w1_a", "diff")
+"""The factors that a change is proportional to."""
+
+DenoiserCallable = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
+"""(noisy fp32, sigma fp32, conditioning) -> velocity fp32."""
+
+
+@dataclass
+class AdaptedModel:
+    """The adapters of a run by component, and the denoiser that they sit on."""
+
+    denoiser: DenoiserCallable
+    attached: Mapping[str, AttachedAdapters]
+    precisions: Mapping[str, PrecisionComponent] = field(default_factory=dict)
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """(site and role, parameter) of all that is trained, in one order for ever: "transformer.x.to_q.up"."""
+        return [
+            (f"{component}.{name}", parameter)
+            for component, attached in self.attached.items()
+            for name, parameter in attached.named_parameters()
+        ]
+
+    def adapter(self) -> AdapterSet:
+        """The adapter as it is: fp32 copies on the CPU."""
+        return AdapterSet(
+            {
+                f"{component}.{module}": adapter
+                for component, attached in self.attached.items()
+                for module, adapter in attached.adapters().items()
+            }
+        )
+
+    def load(self, adapter: AdapterSet) -> None:
+        """Take over the numbers of an adapter of the same sites, roles and shapes; raises AdapterError where not."""
+        for component, attached in self.attached.items():
+            attached.load(adapter.component(component))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What is trained, by name: fp32 copies where they are."""
+        return {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(tensors[name])
+
+    def train(self, mode: bool) -> None:
+        """Dropout on or off."""
+        for attached in self.attached.values():
+            for layer in attached.layers.values():
+                layer.held.train(mode)
+
+    def strength(self, value: float) -> None:
+        """How strongly the adapters act."""
+        for attached in self.attached.values():
+            for layer in attached.layers.values():
+                for held in layer.held:
+                    held_any: Any = held
+                    held_any.strength = value
+
+    @torch.no_grad()
+    def limit_norms(self, largest: float) -> int:
+        """Scale down every change whose Frobenius norm is above `largest`, by one of its factors; how many there were.
+
+        sd-scripts' scale_weight_norms, for all additive algorithms.
+        """
+        limited = 0
+        for attached in self.attached.values():
+            for layer in attached.layers.values():
+                adapter = layer.adapter
+                algorithm = find_algorithm(adapter.algorithm)
+                role = next((role for role in _SCALABLE_ROLES if role in adapter.tensors), None)
+                if not algorithm.additive or role is None:
+                    continue
+                norm = float(
+                    torch.linalg.vector_norm(
+                        algorithm.delta(adapter, torch.zeros_like(compute_true_weight(layer.base)))
+                    )
+                )
+                if norm > largest:
+                    adapter.tensors[role].mul_(largest / norm)
+                    limited += 1
+        return limited
+
+    def give_up_plans(self) -> list[str]:
+        """Let every product measure its own scale from now on; the sites that had a constant of a plan."""
+        return [f"{component}.{site}" for component, one in self.precisions.items() for site in one.measure()]
+
+
+def make_training_adapters(
+    roots: Mapping[str, nn.Module], choice: SiteSelection, network: NetworkSection, seed: int
+) -> dict[str, dict[str, SiteAdapter]]:
+    """Adapters that change nothing yet, by component and module; the same numbers for one seed and name everywhere."""
+    return {
+        component: {
+            module: make_layer_adapter(root.get_submodule(module), one, network, seed)
+            for module, one in choice.of(component).items()
+        }
+        for component, root in roots.items()
+        if choice.of(component)
+    }
+
+
+def make_layer_adapter(layer: nn.Module, one: Any, network: NetworkSection, seed: int) -> SiteAdapter:
+    """A new adapter for one layer."""
+    from dataclasses import replace
+
+    weight: Any = layer.weight
+    target = one.target(weight.detach().float().cpu(), network)
+    adapter = create_adapter(target, network.algorithm, make_generator(seed, "init", one.site), network.dora)
+    return replace(adapter, rank_stabilised=network.rs_lora)
+
+
+def match_initial_adapter(
+    fresh: Mapping[str, Mapping[str, SiteAdapter]], given: AdapterSet
+) -> dict[str, dict[str, SiteAdapter]]:
+    """The adapters of a file in the places of the fresh ones; raises AdapterError (START-DIFFERS) where they differ."""
+    from finitune.adapters.core import get_factor_shapes
+
+    wanted = {f"{component}.{module}": one for component, sites in fresh.items() for module, one in sites.items()}
+    differing = sorted(set(wanted) ^ set(given.sites)) or [
+        site for site, one in wanted.items() if get_factor_shapes(one) != get_factor_shapes(given[site])
+    ]
+    if differing:
+        raise AdapterError(
+            f"network_weights: {len(differing)} modules differ from what this run makes: {', '.join(differing[:3])}",
+            code="START-DIFFERS",
+            subject="network.network_weights",
+            evidence={"differing": len(differing), "first": differing[:5]},
+            remedy="Take the file's own algorithm, rank and modules; `finitune check FILE` tells them.",
+        )
+    return {
+        component: {module: given[f"{component}.{module}"] for module in sites} for component, sites in fresh.items()
+    }
+
+
+def attach_training_adapters(
+    roots: Mapping[str, nn.Module], adapters: Mapping[str, Mapping[str, SiteAdapter]], network: NetworkSection
+) -> Iterator[tuple[str, AttachedAdapters]]:
+    """(component, what is attached) for training, with the configured dropout."""
+    dropout = Dropout(network.network_dropout, network.rank_dropout, network.module_dropout)
+    for component, sites in adapters.items():
+        yield component, attach_adapters(roots[component], sites, trainable=True, dropout=dropout)

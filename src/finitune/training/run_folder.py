@@ -1,0 +1,154 @@
+"""The folder of a run: one run at a time, names for its files, room on the disk, and how much of it is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from finitune.errors import UsageError
+from finitune.files.writer import make_not_written_error, require_free_disk_bytes, try_lock_file
+from finitune.training.atomic_folder import clean_run_folder, discard_path
+from finitune.training.checkpoint import STATE_FOLDER_SUFFIX
+
+RUN_LOCK_NAME = ".finitune-run"
+_SPELLING_SUFFIX_PATTERN = r"([._-](kohya|comfy|diffusers|peft))?"
+_STEP_OR_EPOCH_PATTERN = r"-(?:step\d{8,}|\d{6,})"
+
+
+class RunFolder:
+    """The output folder, held by this program from `with` to its end.
+
+    What killed runs left half-written is removed at the beginning. Raises UsageError (RUN-FOLDER-LOCKED) where another
+    run holds it, FileError (FILE-NOT-WRITTEN) where it cannot be made.
+    """
+
+    def __init__(self, output_dir: str | Path):
+        self.path = Path(output_dir)
+        self.names: set[str] = set()
+        self.lock: BinaryIO | None = None
+
+    def __enter__(self) -> RunFolder:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.take()
+            clean_run_folder(self.path)
+        except OSError as error:
+            self.release()
+            raise make_not_written_error(self.path, error) from error
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def take(self) -> None:
+        """Take the lock: the system's, which ends with the program; elsewhere a file with the number of a process."""
+        file = (self.path / RUN_LOCK_NAME).open("a+b")
+        held = try_lock_file(file)
+        file.seek(0)
+        holder = parse_lock_holder(file.read())
+        if held is False or (held is None and is_lock_holder_running(holder)):
+            file.close()
+            raise self.make_locked_error(holder)
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}).encode())
+        file.flush()
+        self.lock = file
+
+    def release(self) -> None:
+        """Give the lock back; its file stays, but says nothing any more."""
+        if self.lock is not None:
+            self.lock.truncate(0)
+            self.lock.close()
+            self.lock = None
+
+    def make_locked_error(self, holder: dict[str, Any]) -> UsageError:
+        """What is said where another run is at work."""
+        who = f"by process {holder['pid']} since {holder['since']}" if holder else "by another program"
+        return UsageError(
+            f"{self.path} is in use by another run: it is held {who}.",
+            code="RUN-FOLDER-LOCKED",
+            subject=str(self.path),
+            evidence=holder,
+            remedy="Wait for it, stop it, or choose another output_dir.",
+        )
+
+    def adapter_path(self, name: str, *, step: int | None = None, epoch: int | None = None) -> Path:
+        """Where the adapter of a step, of an epoch, or of the end goes; kohya's names."""
+        self.names.add(name)
+        return self.path / f"{name}{format_step_or_epoch(step, epoch)}.safetensors"
+
+    def state_path(self, name: str, step: int | None = None) -> Path:
+        """Where the state of a step, or of the end, goes."""
+        self.names.add(name)
+        return self.path / f"{name}{format_step_or_epoch(step, None)}{STATE_FOLDER_SUFFIX}"
+
+    def prune(self, keep: int) -> list[Path]:
+        """Remove all but the `keep` adapters and the `keep` states written last; what was removed.
+
+        Only files of names that a path was asked for here, and never those of the end, which have no number.
+        """
+        if keep < 1:
+            raise ValueError(f"keep is {keep}: the last one is always kept")
+        names = "|".join(map(re.escape, sorted(self.names)))
+        removed = self.oldest(
+            keep,
+            re.compile(rf"((?:{names}){_STEP_OR_EPOCH_PATTERN}){_SPELLING_SUFFIX_PATTERN}\.safetensors"),
+            Path.is_file,
+        )
+        removed += self.oldest(
+            keep, re.compile(rf"((?:{names}){_STEP_OR_EPOCH_PATTERN}){STATE_FOLDER_SUFFIX}"), Path.is_dir
+        )
+        for path in removed:
+            discard_path(path)
+        return removed
+
+    def oldest(self, keep: int, own: re.Pattern[str], kind: Callable[[Path], bool]) -> list[Path]:
+        """All paths but those of the last `keep` points; the spellings of one adapter are one point."""
+        points: dict[str, list[Path]] = {}
+        for path in self.path.iterdir() if self.names else ():
+            match = own.fullmatch(path.name)
+            if match and kind(path):
+                points.setdefault(match[1], []).append(path)
+        ordered = sorted(points, key=lambda name: (get_newest_mtime(points[name]), name))
+        return [path for name in ordered[:-keep] for path in sorted(points[name])]
+
+    def require_space(self, size_bytes: int) -> None:
+        """Raise FileError (DISK-FULL) where the disk has no room for so many bytes."""
+        remedy = "Make room, write to another disk, or keep fewer files: save_last_n, save_state = false."
+        require_free_disk_bytes(self.path, size_bytes, remedy)
+
+
+def format_step_or_epoch(step: int | None, epoch: int | None) -> str:
+    """The part of a name that says when: kohya's `-000010` for epochs and `-step00000010` for steps."""
+    if step is not None:
+        return f"-step{step:08d}"
+    return "" if epoch is None else f"-{epoch:06d}"
+
+
+def get_newest_mtime(paths: Iterable[Path]) -> int:
+    """When the last of some paths was written, in nanoseconds."""
+    return max(path.stat().st_mtime_ns for path in paths)
+
+
+def parse_lock_holder(content: bytes) -> dict[str, Any]:
+    """Who holds a lock, as its file says; nothing where it says nothing."""
+    try:
+        holder = json.loads(content)
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) and {"pid", "since"} <= set(holder) else {}
+
+
+def is_lock_holder_running(holder: dict[str, Any]) -> bool:
+    """Whether the process that wrote a lock is still there, and is not this one."""
+    import psutil
+
+    return bool(holder) and holder["pid"] != os.getpid() and psutil.pid_exists(int(holder["pid"]))

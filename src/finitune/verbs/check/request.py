@@ -1,0 +1,80 @@
+"""What `finitune check` is asked, and what its parts hand back beside their findings: changes that are safe to make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finitune.report import Level, Report
+from finitune.verbs.shared.adapters import AmbiguityRequest
+
+if TYPE_CHECKING:
+    from finitune.files.tensorfile import TensorFile
+
+
+@dataclass(frozen=True)
+class FileFix:
+    """A change of one file that loses nothing and that a finding of `code` asks for.
+
+    `what` says it in the imperative ("Write the caption as UTF-8"). `apply` makes it at `path`, of which the dispatcher
+    has put a copy aside as NAME.orig, and raises FileError where it cannot.
+    """
+
+    code: str
+    path: Path
+    what: str
+    apply: Callable[[], None]
+
+
+UNNAMED_PLACEHOLDER = "unnamed"
+"""What stands for a model or a folder that nobody has named."""
+BACKUP_SUFFIX = ".orig"
+"""What is behind the name of a copy that was put aside; of several, followed by a number."""
+
+FixConfirmation = Callable[[Sequence[FileFix]], bool]
+"""Shows the changes to a person, and returns whether they are wanted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(AmbiguityRequest):
+    """What to check, and against what.
+
+    `model` is the model that an adapter, a configuration or a cache is for; `gpu` the card, by name, that the answers
+    are for. `fix` makes the changes that are safe: at once with `yes`, else where `ask` says so; without either they
+    are listed only. `mendings` is where the parts of check put them. `html` is the page to write.
+    """
+
+    paths: tuple[Path, ...]
+    model: str | None = None
+    gpu: str | None = None
+    fix: bool = False
+    yes: bool = False
+    html: Path | None = None
+    ask: FixConfirmation | None = field(default=None, compare=False, repr=False)
+    mendings: list[FileFix] = field(default_factory=list, compare=False, repr=False)
+
+
+def check_safetensors_names(files: Iterable[TensorFile], report: Report) -> None:
+    """A warning where a safetensors file is called as if it were another kind, which programs go by."""
+    for file in files:
+        if not file.path.name.endswith((".safetensors", ".safetensors.index.json")):
+            report.add(
+                Level.WARNING,
+                "FILE-NAME-MISLEADS",
+                str(file.path),
+                f"it is a safetensors file, and its name ends in {file.path.suffix or 'nothing'!r}",
+                remedy="Name it .safetensors: many programs take a file for what its name says.",
+            )
+
+
+def count_tensor_dtypes(file: TensorFile) -> dict[str, int]:
+    """How many tensors there are of each dtype, as the file names it."""
+    return dict(Counter(entry.dtype for entry in file.entries.values()))
+
+
+def sort_findings_by_level(report: Report, begin: int) -> None:
+    """Put the findings from place `begin` on in order: errors, warnings, notes."""
+    report.findings[begin:] = sorted(report.findings[begin:], key=lambda one: list(Level).index(one.level))

@@ -1,0 +1,59 @@
+"""finitune explain: what a code of a report means, how it was found, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+from finitune.codes import CodePage, normalise_code, read_code_pages
+from finitune.errors import FinituneError, UsageError, suggest_nearest_name
+from finitune.progress import Progress
+from finitune.report import Report, Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A code, or the beginning of several, in any case, with blanks or underscores for dashes; nothing asks for all."""
+
+    code: str = ""
+
+
+def run(request: Request, progress: Progress | None = None) -> Report:
+    """Tell the page of a code, or list the codes that begin with these words."""
+    report = Report("explain")
+    try:
+        known, wanted = read_code_pages(), normalise_code(request.code)
+        if wanted in known:
+            report.figures.update(build_code_figures(known[wanted]))
+        else:
+            table = build_code_table(find_codes_by_prefix(wanted, known))
+            report.figures[table.title] = table.as_dicts()
+            report.tables.append(table)
+    except FinituneError as error:
+        return report.fail(error)
+    return report
+
+
+def build_code_figures(page: CodePage) -> dict[str, object]:
+    """A page as figures, without what it does not have."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(page).items() if value}
+
+
+def build_code_table(found: Iterable[CodePage]) -> Table:
+    """One line for each page."""
+    rows = tuple((page.code, ", ".join(page.level), page.title) for page in found)
+    return Table("codes", ("code", "level", "title"), rows)
+
+
+def find_codes_by_prefix(wanted: str, known: Mapping[str, CodePage]) -> list[CodePage]:
+    """The pages whose codes begin with whole words; raises UsageError (CODE-UNKNOWN) where there are none."""
+    found = [page for code, page in known.items() if f"{code}-".startswith(f"{wanted}-") or not wanted]
+    if not found:
+        words = dict.fromkeys(code.partition("-")[0] for code in known)
+        raise UsageError(
+            f"there is no code {wanted}.{suggest_nearest_name(wanted, [*known, *words])}",
+            code="CODE-UNKNOWN",
+            subject=wanted,
+            remedy="Copy it from the report, or give its first word alone: finitune explain PICTURE",
+        )
+    return found

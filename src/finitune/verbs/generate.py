@@ -1,0 +1,238 @@
+"""finitune generate: one picture, in a precision that holds, with a verdict on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finitune.errors import FinituneError
+from finitune.report import Level, Report
+from finitune.verbs.shared.adapters import (
+    MIN_ADAPTED_HEADROOM_BITS,
+    AmbiguityRequest,
+    AppliedAdapters,
+    NamedAdapter,
+    apply_named_adapters,
+)
+from finitune.verbs.shared.model import (
+    DEFAULT_OUTPUT_FOLDER,
+    SHIPPED_MODELS,
+    ModelChoice,
+    choose_device,
+    format_model_name,
+    get_default_picture_size,
+    load_model,
+    load_or_make_plan,
+    write_plan,
+)
+
+if TYPE_CHECKING:
+    from finitune.generation.draw import DrawnPictures
+    from finitune.generation.settings import PictureSettings
+    from finitune.models.anima.load import AnimaParts
+    from finitune.precision.guard import PrecisionGuard
+    from finitune.precision.plan import PrecisionPlan
+    from finitune.progress import Progress
+
+DEFAULT_PROMPT = "red apple"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(ModelChoice, AmbiguityRequest):
+    """What to draw, with what, and where to put it."""
+
+    prompt: str = DEFAULT_PROMPT
+    negative: str = ""
+    steps: int = 28
+    cfg: float = 4.0
+    seed: int = 0
+    size: str | None = None
+    out: Path | None = None
+    precision: str = "auto"
+    plan: Path | None = None
+    adapter: tuple[str, ...] = ()
+    merge_first: bool = False
+
+    def settings(self) -> PictureSettings:
+        """The picture's settings; raises UsageError for what cannot be drawn."""
+        from finitune.generation.settings import PictureSettings, parse_picture_size
+
+        width, height = parse_picture_size(self.size or get_default_picture_size(self))
+        return PictureSettings(
+            prompt=self.prompt,
+            negative=self.negative,
+            steps=self.steps,
+            cfg=self.cfg,
+            seed=self.seed,
+            width=width,
+            height=height,
+        )
+
+
+def run(request: Request, progress: Progress | None = None) -> Report:
+    """Draw the picture, judge it, save it (as `.suspect.png` where it is bad), and report."""
+    report = Report("generate")
+    try:
+        return _run(request, report, progress)
+    except FinituneError as error:
+        return report.fail(error)
+
+
+def _run(request: Request, report: Report, progress: Progress | None) -> Report:
+    from finitune.generation.draw import draw_picture_batch
+    from finitune.generation.picture_quality import judge_picture
+    from finitune.generation.precisions import open_in_precision
+
+    settings, parts, precision, plan = prepare_generation(request, report, progress)
+    worn = None
+    if request.adapter:
+        named = [NamedAdapter.parse(text) for text in request.adapter]
+        answers = request.answers()
+        worn = apply_named_adapters(parts, named, merge_first=request.merge_first, report=report, answers=answers)
+        plan = plan and recertify_adapted_plan(plan, parts, worn, settings, report, progress)
+    with open_in_precision(parts, precision, plan) as running:
+        drawing = draw_picture_batch(running, [settings], progress)
+    if plan and running.guard.trips:
+        _tell_of_trips(request, report, running.guard, plan)
+    command = f"finitune diagnose {request.to_command_words()} --precision {precision}"
+    verdict = judge_picture(drawing.latents, drawing.pixels, remedy=f"Find out why: {command}")
+    report.findings.extend(verdict.findings)
+    report.figures.update(precision=precision, **verdict.figures(), guard_trips=len(running.guard.trips))
+    if request.model in SHIPPED_MODELS and precision == "planned-half":
+        report.figures.update(compare_picture_with_bf16(parts, settings, drawing, progress))
+    metadata = build_picture_metadata(request, precision, parts.fingerprint, plan)
+    if worn:
+        metadata |= {"adapters": worn.receipts, "merged_first": request.merge_first}
+    report.artifacts["picture"] = str(_save(request.out, drawing, metadata, good=verdict.good))
+    return report
+
+
+def prepare_generation(
+    request: Request, report: Report, progress: Progress | None
+) -> tuple[PictureSettings, AnimaParts, str, PrecisionPlan | None]:
+    """Everything a picture needs, cheapest checks first: settings, parts, precision, and its plan if it has one."""
+    from finitune.generation.precisions import check_drawing_precision
+
+    settings = request.settings()
+    check_drawing_precision(request.precision)
+    parts = load_model(request)
+    report.findings.extend(parts.notes)
+    precision = choose_generation_precision(request, report)
+    planned = precision == "planned-half"
+    plan = load_or_make_plan(request, parts, settings, request.plan, report, progress) if planned else None
+    return settings, parts, precision, plan
+
+
+def recertify_adapted_plan(
+    plan: PrecisionPlan,
+    parts: AnimaParts,
+    worn: AppliedAdapters,
+    settings: PictureSettings,
+    report: Report,
+    progress: Progress | None,
+) -> PrecisionPlan:
+    """The plan for the model with its adapters: the model's own where it still holds on this prompt, else a new one."""
+    from finitune.generation.planning import calibrate_model, make_model_plan, recheck_model_plan
+
+    own = {name: component.moved(worn.places.get(name, {})) for name, component in plan.components.items()}
+    plan = replace(plan, components=own, proof={})
+    calls, _ = calibrate_model(parts, [settings], progress)
+    checks = recheck_model_plan(parts, plan, calls, progress)
+    held = all(check.holds(min(MIN_ADAPTED_HEADROOM_BITS, plan.headroom_bits)) for check in checks.values())
+    bits = min(check.headroom_bits for check in checks.values())
+    denoiser = checks["transformer"]
+    report.figures.update(adapted_headroom_bits=bits, adapted_step_rel_l2=denoiser.step_rel_l2)
+    report.figures.update(adapted_bf16_step_rel_l2=denoiser.bf16_step_rel_l2)
+    report.add(
+        Level.NOTE if held else Level.WARNING,
+        "PLAN-CERTIFIED-AGAIN" if held else "PLAN-REMADE",
+        plan.model,
+        "the plan holds with the adapter, too" if held else "the plan does not hold with the adapter: it was made anew",
+        headroom_bits=bits,
+        step_rel_l2=denoiser.step_rel_l2,
+        bf16_step_rel_l2=denoiser.bf16_step_rel_l2,
+    )
+    return plan if held else make_model_plan(parts, plan.model, calls, plan.headroom_bits, progress)
+
+
+def _tell_of_trips(request: Request, report: Report, guard: PrecisionGuard, plan: PrecisionPlan) -> None:
+    """Each event of the guard, and the plan as it was amended, written for the next picture."""
+    for trip in guard.trips:
+        report.add(
+            Level.WARNING,
+            "GUARD-TRIPPED",
+            trip.site,
+            f"{trip.operation} left the planned range; the step was run again with measured scales there",
+            remedy="Draw by the amended plan from now on, or plan on more prompts: finitune plan MODEL --prompts FILE",
+            input_amax=trip.amax,
+        )
+    if request.adapter:  # its lines name layers as they are with the adapter on
+        return
+    components = {**plan.components, "transformer": guard.amend_plan(plan.components["transformer"])}
+    amended = replace(plan, components=components, proof={})
+    path = DEFAULT_OUTPUT_FOLDER / f"{format_model_name(request)}.amended.plan.toml"
+    report.artifacts["amended_plan"] = str(write_plan(path, amended))
+
+
+def choose_generation_precision(request: Request, report: Report) -> str:
+    """The precision asked for, or the one for this machine, with its reason in the report."""
+    if request.precision != "auto":
+        return request.precision
+    from finitune.machine.hardware import advise, read_device_facts
+
+    device = choose_device(request.device)
+    if device == "cpu":
+        chosen = "planned-half"
+        reason = "on a CPU the plan runs with the tensor core's meaning, at the cost of fp32"
+        report.add(Level.NOTE, "PRECISION-CHOSEN", device, f"{chosen}: {reason}")
+        return chosen
+    facts = read_device_facts(int(device.partition(":")[2] or 0))
+    advice = advise(facts)
+    for warning in advice.warnings:
+        report.add(Level.WARNING, "DEVICE-WARNING", facts.name, warning)
+    report.add(Level.NOTE, "PRECISION-CHOSEN", facts.name, f"{advice.compute}: {'; '.join(advice.reasons)}")
+    return advice.compute
+
+
+def compare_picture_with_bf16(
+    parts: AnimaParts, settings: PictureSettings, drawing: DrawnPictures, progress: Progress | None
+) -> dict[str, object]:
+    """Distance of this picture, and of bf16's, to the one that fp32 draws."""
+    from finitune.generation.planning import draw_in_precision
+    from finitune.verbs.plan import compute_fp32_distances
+
+    others = {name: draw_in_precision(parts, name, [settings], progress=progress) for name in ("fp32", "bf16")}
+    return compute_fp32_distances({"planned-half": drawing, **others})
+
+
+def build_picture_metadata(
+    request: Request, precision: str, fingerprint: str, plan: PrecisionPlan | None
+) -> dict[str, object]:
+    """What a picture file says of itself: enough to draw it again."""
+    from finitune import __version__
+
+    return {
+        "prompt": request.prompt,
+        "negative": request.negative,
+        "steps": request.steps,
+        "cfg": request.cfg,
+        "seed": request.seed,
+        "size": request.size or get_default_picture_size(request),
+        "model": format_model_name(request),
+        "fingerprint": fingerprint,
+        "precision": precision,
+        "plan": plan.dumps() if plan else None,
+        "finitune": __version__,
+    }
+
+
+def _save(out: Path | None, drawing: DrawnPictures, metadata: dict[str, object], *, good: bool) -> Path:
+    from finitune.files.writer import make_read_back_error
+    from finitune.generation.picture import read_picture_metadata, save_picture
+
+    out = out or DEFAULT_OUTPUT_FOLDER / "{model}-{precision}-{seed}.png".format(**metadata)
+    written = save_picture(out, drawing.pixels[0], metadata, good=good)
+    if read_picture_metadata(written) != metadata:
+        raise make_read_back_error(written, "Check the disk, and write the picture elsewhere: --out FILE")
+    return written

@@ -1,0 +1,178 @@
+"""Which model a command works on, and the plan that goes with it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finitune.errors import FileError, UsageError, suggest_nearest_name
+
+if TYPE_CHECKING:
+    from finitune.generation.settings import PictureSettings
+    from finitune.models.anima.load import AnimaParts
+    from finitune.precision.plan import PrecisionPlan
+    from finitune.progress import Progress
+    from finitune.report import Report
+
+SHIPPED_MODELS = ("pico-anima",)
+DEFAULT_OUTPUT_FOLDER = Path("finitune-out")
+_OMITTED_FIELDS = (  # each command has its own
+    *("model", "precision", "plan", "out", "headroom_bits", "prompts"),
+    *("adapter", "merge_first", "dora_side", "glora_order", "zero_alpha", "scale"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice:
+    """MODEL: `pico-anima`, a diffusers folder, or a DiT file together with its Qwen3 and VAE files."""
+
+    model: str
+    qwen3: Path | None = None
+    vae: Path | None = None
+    tokenizers: Path | None = None
+    device: str = "auto"
+
+    def to_command_words(self) -> str:
+        """The words that name this model, and whatever else is not as by default, on a command line."""
+        given = ((f, getattr(self, f.name)) for f in fields(self) if f.name not in _OMITTED_FIELDS)
+        options = (f"--{f.name} {shlex.quote(str(value))}" for f, value in given if value != f.default)
+        return " ".join([shlex.quote(self.model), *options])
+
+
+def load_model(choice: ModelChoice) -> AnimaParts:
+    """The parts of the chosen model, as stored, on the chosen device; raises where the choice names none."""
+    device = choose_device(choice.device)
+    parts = _load(choice)
+    for component in ("text_encoder", "text_conditioner", "transformer", "vae"):
+        getattr(parts, component).to(device)
+    return parts
+
+
+def choose_device(name: str) -> str:
+    """`auto` is the first GPU, or the CPU where there is none; raises UsageError for a device that is not there."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"--device {name}: {str(error).splitlines()[0]}",
+            code="DEVICE-NOT-THERE",
+            subject="--device",
+            remedy="Use --device cpu, or auto.",
+        ) from error
+    return name
+
+
+def resolve_model_path(name: str) -> Path:
+    """Where the files of a shipped model lie, or the path that the name is."""
+    from finitune.models.pico import get_pico_folder
+
+    return get_pico_folder() if name in SHIPPED_MODELS else Path(name)
+
+
+def _load(choice: ModelChoice) -> AnimaParts:
+    from finitune.files.tensorfile import TensorFile
+    from finitune.models.anima.load import load_folder, load_three_files, require_role
+
+    path = resolve_model_path(choice.model)
+    if path.is_dir():
+        return load_folder(path)
+    if not path.exists():
+        raise FileError(
+            f"{choice.model}: no such model, folder or file.{suggest_nearest_name(choice.model, SHIPPED_MODELS)}",
+            code="MODEL-NOT-FOUND",
+            subject=choice.model,
+            remedy="MODEL is pico-anima, a diffusers folder, or the DiT file with --qwen3 FILE and --vae FILE.",
+        )
+    if choice.qwen3 is None or choice.vae is None:
+        require_role(TensorFile(path), "dit")
+        missing = " and ".join(o for o, given in (("--qwen3", choice.qwen3), ("--vae", choice.vae)) if not given)
+        raise UsageError(
+            f"{path.name} is one file of three: {missing} missing",
+            code="MODEL-FILES-MISSING",
+            subject=choice.model,
+            remedy=f"finitune ... {path.name} --qwen3 qwen_3_06b_base.safetensors --vae qwen_image_vae.safetensors",
+        )
+    return load_three_files(dit=path, qwen3=choice.qwen3, vae=choice.vae, tokenizers=choice.tokenizers or path.parent)
+
+
+def format_model_name(choice: ModelChoice) -> str:
+    """The model's name in reports and picture files: without the folders of this machine."""
+    return choice.model if choice.model in SHIPPED_MODELS else Path(choice.model).name
+
+
+def get_default_picture_size(choice: ModelChoice) -> str:
+    """The size that the model draws best."""
+    return "64x64" if choice.model in SHIPPED_MODELS else "1024x1024"
+
+
+def get_default_plan_path(choice: ModelChoice) -> Path:
+    """Where the plan of a model is written, and looked for, when no other place is named."""
+    return DEFAULT_OUTPUT_FOLDER / f"{format_model_name(choice)}.plan.toml"
+
+
+def load_or_make_plan(
+    choice: ModelChoice,
+    parts: AnimaParts,
+    settings: PictureSettings,
+    path: Path | None,
+    report: Report,
+    progress: Progress | None,
+) -> PrecisionPlan:
+    """The plan to run with: the given file, the shipped one, the one made before, or one made now on this prompt."""
+    from finitune.models.pico import get_pico_plan_path
+    from finitune.precision.plan import PrecisionPlan
+    from finitune.report import Level
+
+    own = get_default_plan_path(choice)
+    chosen = path or (get_pico_plan_path() if choice.model in SHIPPED_MODELS else own if own.exists() else None)
+    if chosen:
+        plan = PrecisionPlan.load(chosen)
+        if path is None and plan.fingerprint != parts.fingerprint:
+            report.add(Level.WARNING, "PLAN-STALE", str(chosen), "it is of another checkpoint; a new one is made")
+            return _make_plan(choice, parts, settings, report, progress)
+        plan.check_fingerprint(parts.fingerprint, str(chosen))
+        place = str(path or own) if chosen != get_pico_plan_path() else f"shipped with {choice.model}"
+        report.add(Level.NOTE, "PLAN-LOADED", place, f"a plan of {_lines(plan)} lines; {plan.calibration}")
+        return plan
+    return _make_plan(choice, parts, settings, report, progress)
+
+
+def _make_plan(
+    choice: ModelChoice, parts: AnimaParts, settings: PictureSettings, report: Report, progress: Progress | None
+) -> PrecisionPlan:
+    from finitune.generation.planning import calibrate_model, make_model_plan
+    from finitune.report import Level
+
+    calls, _ = calibrate_model(parts, [settings], progress)
+    plan = make_model_plan(parts, format_model_name(choice), calls, progress=progress)
+    written = write_plan(get_default_plan_path(choice), plan)
+    report.artifacts["plan"] = str(written)
+    report.add(
+        Level.NOTE,
+        "PLAN-MADE",
+        str(written),
+        f"a plan of {_lines(plan)} lines was made on this prompt, and will be used again",
+        remedy=f"Have one proved on more prompts: finitune plan {shlex.quote(choice.model)} --prompts FILE",
+    )
+    return plan
+
+
+def write_plan(path: Path, plan: PrecisionPlan) -> Path:
+    """Write the plan and read it back; raises FileError where it does not come back as it was."""
+    from finitune.files.writer import make_read_back_error
+    from finitune.precision.plan import PrecisionPlan
+
+    plan.save(path)
+    if PrecisionPlan.load(path) != plan:
+        raise make_read_back_error(path, "Check the disk, and write the plan elsewhere: --out FILE")
+    return path
+
+
+def _lines(plan: PrecisionPlan) -> int:
+    return sum(len(component.lines) for component in plan.components.values())
