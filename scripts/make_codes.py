@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+import tomlkit
+
 from finitune.codes import CODE_AREAS, CodePage, read_code_pages
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,10 +26,10 @@ WORD = re.compile(r"[A-Z]{3,}")
 """A code of one word: told from other words by its place alone."""
 NO_CODES: frozenset[str] = frozenset()
 """Texts in the source that look like codes and are none."""
-HOLES = {"ORIGIN-{}": ("precision/origin.py", "Kind")}
+HOLES = {"ORIGIN-{}": ("precision/origin.py", "FaultKind")}
 """Codes that are put together, with the Literal whose words fill the hole."""
 LEVELS = {"ERROR": "error", "WARNING": "warning", "NOTE": "note"}
-TELLING = ("add", "Finding", "Rule", "Truth", "several", "told")
+TELLING = re.compile("add|several|told|.*Finding|.*Rule|.*Truth")
 """Calls that have the code and its level as their first two arguments, and a third."""
 
 INTRODUCTION = """\
@@ -105,6 +107,10 @@ def codes_in_source() -> dict[str, set[str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         for code, level in codes_in(ast.parse(path.read_text(encoding="utf-8"), str(path))):
             found[code] |= {level} - {""}
+    for path in sorted(PACKAGE.rglob("*.toml")):
+        if path.parent.name != "codes":
+            for code, level in codes_in_table(tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()):
+                found[code] |= {level} - {""}
     return {code: levels for code, levels in sorted(found.items()) if code not in NO_CODES}
 
 
@@ -121,14 +127,23 @@ def codes_in(tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield from ((code, "") for code in texts(node.value))
 
 
+def codes_in_table(value: object) -> Iterator[tuple[str, str]]:
+    """The codes in a file of rules: each table with a `code`, and its level where it says one."""
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from codes_in_table(inner)
+    if isinstance(value, dict) and isinstance(value.get("code"), str):
+        yield value["code"], str(value.get("level", ""))
+
+
 def codes_told(call: ast.Call) -> Iterator[tuple[str, str]]:
     """The codes that a call tells, with their level."""
     callee = ast.unparse(call.func).rpartition(".")[2]
     level = "error" if callee.endswith("Error") else ""
+    level = next((LEVELS.get(name_of(keyword.value), "") for keyword in call.keywords if keyword.arg == "level"), level)
     for keyword in call.keywords:
         if keyword.arg == "code":
             yield from ((code, level) for code in texts(keyword.value))
-    if callee in TELLING and len(call.args) > 2:
+    if TELLING.fullmatch(callee) and len(call.args) > 2:
         first = call.args[:2]
         if {name_of(node) for argument in first for node in ast.walk(argument)} & {*LEVELS, "level"}:
             known = "".join(LEVELS.get(name_of(argument), "") for argument in first)
@@ -136,9 +151,9 @@ def codes_told(call: ast.Call) -> Iterator[tuple[str, str]]:
 
 
 def name_of(node: ast.AST) -> str:
-    """The last part of a plain or dotted name; "" for anything else."""
+    """The last word of a plain or dotted name, as ERROR of CONFIG_ERROR; "" for anything else."""
     if isinstance(node, (ast.Name, ast.Attribute)):
-        return ast.unparse(node).rpartition(".")[2]
+        return re.split(r"[._]", ast.unparse(node))[-1]
     return ""
 
 

@@ -18,9 +18,10 @@ PACKAGE = ROOT / "src" / "finitune"
 
 # Imports go strictly down, and never sideways into another package of the same line.
 LAYERS = (
-    ("errors",),
+    ("errors", "package_data"),
     ("report", "progress", "codes"),
     ("numerics",),
+    ("rules",),
     ("files", "machine"),
     ("adapters", "models"),
     ("namings", "precision", "config"),
@@ -40,7 +41,16 @@ MAX_PARAMETERS = 7
 MAX_DUPLICATION = 0.02
 WINDOW = 8
 
-LIGHT = ("__init__", "__main__", "cli", "codes", "errors", "progress", "report")  # what `finitune --help` imports
+LIGHT = (
+    "__init__",
+    "__main__",
+    "cli",
+    "codes",
+    "errors",
+    "package_data",
+    "progress",
+    "report",
+)  # what `finitune --help` imports
 HEAVY = {"torch", "torchvision", "diffusers", "transformers", "accelerate", "safetensors", "numpy", "PIL", "rich"}
 SURROUNDINGS = {"open", "print", "input", "getenv", "read_text", "read_bytes", "mkdir", "manual_seed", "run", "time"}
 LOOSE = ("Makefile", ".gitignore")

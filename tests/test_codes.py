@@ -209,7 +209,7 @@ def test_codes_are_found_in_source(source: str, found: set[tuple[str, str]]):
 
 def test_a_hole_is_filled_with_the_words_of_its_kind():
     codes = {code for code, _ in make_codes.codes_in(ast.parse('f"ORIGIN-{origin.kind.upper()}"'))}
-    kinds = make_codes.literals(make_codes.PACKAGE / "precision/origin.py", "Kind")
+    kinds = make_codes.literals(make_codes.PACKAGE / "precision/origin.py", "FaultKind")
     assert codes == {f"ORIGIN-{kind.upper()}" for kind in kinds} and "ORIGIN-ADD" in codes
     with pytest.raises(KeyError):
         list(make_codes.codes_in(ast.parse('f"UNKNOWN-{kind}"')))

@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from finitune.package_data import read_package_toml
+
 CODE_AREAS = {
     "files": "Files",
     "models": "Models",
@@ -56,10 +58,7 @@ def read_code_pages() -> dict[str, CodePage]:
 @cache
 def read_area_pages(area: str) -> tuple[CodePage, ...]:
     """The pages of one area, as they stand in its file."""
-    import tomlkit
-
-    document = tomlkit.parse(get_area_file(area).read_text(encoding="utf-8")).unwrap()
-    return tuple(parse_code_page(code, area, entry) for code, entry in document.items())
+    return tuple(parse_code_page(code, area, entry) for code, entry in read_package_toml(get_area_file(area)).items())
 
 
 def parse_code_page(code: str, area: str, entry: Mapping[str, Any]) -> CodePage:
@@ -76,7 +75,7 @@ def get_area_file(area: str) -> Path:
 def normalise_code(text: str) -> str:
     """A code as people type it, in the one way that codes are written.
 
-    >>> spelled(" picture_bomb: "), spelled("Picture bomb"), spelled("`FITS`")
+    >>> normalise_code(" picture_bomb: "), normalise_code("Picture bomb"), normalise_code("`FITS`")
     ('PICTURE-BOMB', 'PICTURE-BOMB', 'FITS')
     """
     return "-".join(re.findall(r"[^\W_]+", text)).upper()
