@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from finitune.adapters.core import SiteAdapter
-from finitune.adapters.dropout import Dropout
+from finitune.adapters.dropout import Dropout, draw_counted_bits
 from finitune.adapters.layer import AdaptedLayer, attach_adapters
 from finitune.adapters.weight import compute_adapted_weight
 from finitune.errors import AdapterError
@@ -156,3 +158,40 @@ def test_attach_hands_it_on_and_the_mode_of_the_model_decides():
     model.train()
     assert relative(model(x), merged) > 0.01
     assert attached.layers["0"].held.dropping == Dropout(network=0.5)
+
+
+def test_seeds_make_the_masks_of_a_sample_whatever_it_is_with():
+    seeds = torch.tensor([11, 22, 33])
+    for kind in KINDS:
+        plain, x = layer(kind, Dropout(0.3, 0.3, 0.3)), noise(6, 5, INTO)  # two rows of each sample
+        state = torch.get_rng_state()
+        plain.held.dropout = Dropout(0.3, 0.3, 0.3, seeds)
+        whole = plain(x)
+        assert torch.equal(plain(x), whole) and torch.equal(torch.get_rng_state(), state)
+        plain.held.dropout = Dropout(0.3, 0.3, 0.3, seeds[1:])
+        assert relative(plain(x[2:]), whole[2:]) < 1e-6
+        plain.held.dropout = Dropout(0.3, 0.3, 0.3, seeds + 1000)
+        assert not torch.allclose(plain(x), whole)
+
+
+@pytest.mark.parametrize("dropped", [*P, "module"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mean_over_many_seeds_is_the_change(kind: str, dropped: str):
+    dropout = P.get(dropped, Dropout(module=0.4))
+    adapted, x = layer(kind, dropout, strength=0.7), noise(1, 3, INTO).expand(3000, -1, -1)
+    adapted.held.dropout = replace(dropout, seeds=torch.randint(1 << 62, (3000,), generator=torch.manual_seed(0)))
+    draws, wanted = change(adapted, x), change(layer(kind, Dropout(), strength=0.7), x[:1])[0]
+    spread = draws.std(0) / 3000**0.5
+    assert float(((draws.mean(0) - wanted * (1 - dropout.module)).abs() / (spread + 1e-6)).max()) < 5
+    assert float(draws.std(0).min()) > 0
+
+
+def test_counted_bits_are_splitmix64():
+    """The first numbers of the reference implementation (Vigna, splitmix64.c) for the seed 1234567."""
+    known = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert draw_counted_bits(torch.tensor([1234567]), 5).tolist() == [[number >> 11 for number in known]]
+
+
+def test_rows_that_belong_to_no_sample_share_a_mask_of_the_batch():
+    adapted, x = layer("lora", Dropout(0.3, 0.3, 0.3, torch.tensor([5, 6]))), noise(3, 4, INTO)
+    assert adapted(x).shape == (3, 4, OUT) and torch.equal(adapted(x), adapted(x))

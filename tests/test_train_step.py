@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from finitune.adapters.core import Target
 from finitune.adapters.dropout import Dropout
@@ -45,17 +46,19 @@ class Root(nn.Module):
         return (self.second(x) if self.used else x).movedim(-1, 1)
 
 
-def differentiator(dropout: float = 0.0, **options: Any) -> GradientAccumulator:
-    """A learner with two LoRAs that do something."""
+def differentiator(dropout: Dropout | float = 0.0, algorithm: str = "lora", **options: Any) -> GradientAccumulator:
+    """A learner with two adapters that do something."""
     torch.manual_seed(0)
     root = Root()
     adapters = {}
     for name in ("first", "second"):
         weight: Any = root.get_submodule(name).weight
-        adapter = create_adapter(Target(weight, 2, 2.0), "lora", torch.Generator().manual_seed(1))
-        adapter.tensors["up"].normal_(std=0.3, generator=torch.Generator().manual_seed(2))
+        adapter = create_adapter(Target(weight, 2, 2.0), algorithm, torch.Generator().manual_seed(1))
+        adapter.tensors["up" if algorithm == "lora" else "w2_a"].normal_(std=0.3, generator=seeded(-98))
         adapters[name] = adapter
-    attached = attach_adapters(root, adapters, trainable=True, dropout=Dropout(dropout))
+    attached = attach_adapters(
+        root, adapters, trainable=True, dropout=dropout if isinstance(dropout, Dropout) else Dropout(dropout)
+    )
     learner = AdaptedModel(root, {"transformer": attached})
     return GradientAccumulator(learner, FlowObjective(ObjectiveSection(**options)), ProcessRanks(), seed=7)
 
@@ -161,6 +164,45 @@ def test_dropout_is_that_of_the_step():
     assert torch.equal(vector(first), vector(again))
     assert gradients[0].loss == gradients[1].loss != gradients[2].loss
     assert gradients[0].loss != step_of([batch_of([0, 1])])[0].loss
+
+
+@pytest.mark.parametrize("kind", ["network", "rank", "module"])
+@pytest.mark.parametrize("algorithm", ["lora", "loha"])
+def test_masks_are_of_the_samples_however_the_batch_is_cut(algorithm: str, kind: str):
+    """What MEMORY-HALVED says of the gradient, and what a run on two devices relies on."""
+    places, shapes = range(6), ([range(6)], [range(4), range(4, 6)], [range(3), range(3, 6)])
+    found: list[Tensor] = []
+    for cut, split in [(shapes[0], 1), (shapes[0], 2), (shapes[0], 6), (shapes[1], 2), (shapes[2], 1)]:
+        one = differentiator(Dropout(**{kind: 0.4}), algorithm)
+        one.split = split
+        one.gradient([batch_of(list(part)) for part in cut], step=3)
+        found.append(vector(one))
+    for gradient in found[1:]:
+        assert torch.allclose(gradient, found[0], rtol=1e-5, atol=1e-7)
+    whole = differentiator(Dropout(), algorithm)
+    whole.gradient([batch_of(list(places))], step=3)
+    assert not torch.allclose(vector(whole), found[0], rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["network", "rank", "module"])
+def test_a_checkpointed_block_draws_its_masks_once_more(kind: str):
+    gradients = []
+    for checkpointed in (False, True):
+        one = differentiator(Dropout(**{kind: 0.4}))
+        denoiser = one.learner.denoiser
+        if checkpointed:
+            one.learner.denoiser = lambda *x, inner=denoiser: checkpoint(inner, *x, use_reentrant=False)
+        one.gradient([batch_of([0, 1, 2])], step=3)
+        gradients.append(vector(one))
+    assert torch.equal(*gradients)
+
+
+def test_samples_and_layers_have_masks_of_their_own():
+    one = differentiator(Dropout(0.3, 0.3, 0.3))
+    one.learner.seed_dropout((7, 3, 0, 0), (7, 3, 0, 1))
+    layers = one.learner.attached["transformer"].layers.values()
+    seeds = torch.cat([layer.held.dropout.seeds for layer in layers if layer.held.dropout.seeds is not None])
+    assert len(seeds.unique()) == 4
 
 
 # --- who is to blame --------------------------------------------------------------------------------------------------

@@ -140,9 +140,11 @@ class AdapterModuleList(nn.ModuleList):
                 added.append(apply_dora_direction(adapter, cheap, stored, base, strength))
         if dense:
             through = products.walk(dropping.neurons(x), sum_tensors(dense))
-            added.append(dropping.outputs(through, products.channels))
+            added.append(dropping.ranks(through, products.channels))
         change, bias = sum_tensors(added), sum_bias_changes(base, acting)
-        return change if bias is None else change + reshape_per_output(multiply_unless_one(bias, 2.0**-carry), base)
+        if bias is not None:
+            change = change + reshape_per_output(multiply_unless_one(bias, 2.0**-carry), base)
+        return dropping.samples(change)
 
 
 def apply_factors(
@@ -155,7 +157,7 @@ def apply_factors(
     if algorithm.drops_inside:
         return algorithm.forward(adapter, x, products, factor, dropping)
     change = algorithm.forward(adapter, dropping.neurons(x), products, factor)
-    return None if change is None else dropping.outputs(change, products.channels)
+    return None if change is None else dropping.ranks(change, products.channels)
 
 
 def apply_dora_direction(adapter: SiteAdapter, change: Tensor, y: Tensor, base: nn.Module, strength: float) -> Tensor:

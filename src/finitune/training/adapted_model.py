@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from finitune.adapters.layer import AttachedAdapters, attach_adapters
 from finitune.adapters.modules import compute_true_weight
 from finitune.adapters.new import create_adapter
 from finitune.config.schema import NetworkSection
-from finitune.datasets.items import make_generator
+from finitune.datasets.items import derive_seed, make_generator
 from finitune.errors import AdapterError
 from finitune.training.compute_precision import PrecisionComponent
 from finitune.training.sites import SiteSelection
@@ -74,6 +74,20 @@ class AdaptedModel:
             for layer in attached.layers.values():
                 layer.held.train(mode)
 
+    def seed_dropout(self, *addresses: Sequence[object]) -> None:
+        """Draw the masks of the next batch by the addresses of its samples, plain values, and by layer."""
+        layers = [
+            (f"{component}.{module}", layer.held)
+            for component, attached in self.attached.items()
+            for module, layer in attached.layers.items()
+            if layer.held.dropout
+        ]
+        if layers:
+            table = [[derive_seed(*address, "dropout", site) for address in addresses] for site, _ in layers]
+            seeds = torch.tensor(table).to(next(layers[0][1].parameters()).device)
+            for (_, held), own in zip(layers, seeds, strict=True):
+                held.dropout = replace(held.dropout, seeds=own)
+
     def strength(self, value: float) -> None:
         """How strongly the adapters act."""
         for attached in self.attached.values():
@@ -127,8 +141,6 @@ def make_training_adapters(
 
 def make_layer_adapter(layer: nn.Module, one: Any, network: NetworkSection, seed: int) -> SiteAdapter:
     """A new adapter for one layer."""
-    from dataclasses import replace
-
     weight: Any = layer.weight
     target = one.target(weight.detach().float().cpu(), network)
     adapter = create_adapter(target, network.algorithm, make_generator(seed, "init", one.site), network.dora)

@@ -103,7 +103,8 @@ class GradientAccumulator:
     def accumulate(self, batch: TrainingBatch, step: int, attempt: int) -> Tensor:
         """Add the gradient of a batch's losses to `.grad`; the losses."""
         self.learner.train(True)
-        torch.manual_seed(derive_seed(self.seed, step, attempt, batch.places[0], "dropout"))
+        self.learner.seed_dropout(*((self.seed, step, attempt, place) for place in batch.places))
+        torch.manual_seed(derive_seed(self.seed, step, attempt, batch.places[0]))  # for a model that draws by itself
         losses = self.losses(batch, step, attempt)
         if losses.requires_grad:  # not where module_dropout has left every adapter out
             losses.sum().backward()
