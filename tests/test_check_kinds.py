@@ -262,13 +262,13 @@ def test_a_run_is_its_states_its_configuration_and_its_adapters(tmp_path: Path, 
     adapter(run / "x.safetensors")
     write(run / "config.toml", OURS)
     looked: list[Path] = []
-    monkeypatch.setitem(check.CHECKERS_BY_KIND, PathKind.CONFIG, ("check_run", "check_run"))
+    monkeypatch.setitem(check.CHECKERS_BY_KIND, PathKind.CONFIG, ("run_folder", "check_run"))
     monkeypatch.setattr("finitune.verbs.check.run_folder.iterate_state_folders", lambda path: looked.append(path) or [])
     check.run(Request(paths=(run,)))
     assert looked == [run, run / "config.toml"]
     monkeypatch.undo()
     (run / "x-step00000004-state" / "tensors.safetensors").write_bytes(b"damaged")
-    monkeypatch.setitem(check.CHECKERS_BY_KIND, PathKind.CONFIG, ("check_run", "check_plan"))
+    monkeypatch.setitem(check.CHECKERS_BY_KIND, PathKind.CONFIG, ("run_folder", "check_plan"))
     report = check.run(Request(paths=(run,)))
     figures = report.figures["checked"]
     assert isinstance(figures, dict) and list(figures) == [

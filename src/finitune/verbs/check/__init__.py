@@ -1,22 +1,27 @@
 """finitune check: what each path is, what is wrong with it, and, where it is safe, mended.
 
 One command for everything that a person can hold in hand. The kind of a path is found by looking (`kinds`), each kind
-has its own file (check_adapter, check_cache, check_config, check_dataset, check_model, check_picture, check_run), and
-each path its own section of the report. A run's folder is several: its states, its configuration, its adapters.
+has its own file, and each path its own section of the report. A run's folder is several: its states, its configuration,
+its adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 
 from finitune.errors import FinituneError, UsageError
 from finitune.files.sniff import make_unreadable_file_error
+from finitune.files.writer import write_text
+from finitune.machine.cards import find_gpu_model
+from finitune.models import MODEL_FAMILIES
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Finding, Level, Report, Table
 from finitune.verbs.check.fixes import apply_fixes, list_available_fixes
-from finitune.verbs.check.kinds import PathKind, detect_path_kind, list_safetensors_files
+from finitune.verbs.check.kinds import PathKind, detect_path_kind
+from finitune.verbs.check.precision_forecast import add_gpu_forecast
 from finitune.verbs.check.request import FileFix, Request
 from finitune.verbs.shared.model import SHIPPED_MODELS, resolve_model_path
 
@@ -52,7 +57,9 @@ def run(request: Request, progress: Progress | None = None, page: CheckPageRende
     try:
         require_valid_check(request)
         sections = [section for path in request.paths for section in iter_check_sections(path, request, progress)]
-        mendings = remove_duplicate_fixes(one for section in sections for one in section.mendings)
+        offered = (one for section in sections for one in section.mendings)
+        # each once: a picture is of its folder, and of each configuration that names the folder
+        mendings = list({(one.code, one.path, one.what): one for one in offered}.values())
         done = apply_fixes(mendings, request) if request.fix else list_available_fixes(mendings)
         if any(finding.code == "FIX-DONE" for finding in done):
             sections = [recheck_section(section, request, progress) for section in sections]
@@ -61,21 +68,15 @@ def run(request: Request, progress: Progress | None = None, page: CheckPageRende
         report.findings.sort(key=lambda finding: list(Level).index(finding.level))
         request.mendings.extend(mendings)
         if request.html is not None and page is not None:
-            write_check_page(request.html, page(sections, report), report)
+            write_text(request.html, page(sections, report))
+            report.artifacts["html"] = str(request.html)
     except FinituneError as error:
         return report.fail(error)
     return report
 
 
-def remove_duplicate_fixes(mendings: Iterable[FileFix]) -> list[FileFix]:
-    """The changes, each once: a picture is of its folder, and of each configuration that names the folder."""
-    return list({(one.code, one.path, one.what): one for one in mendings}.values())
-
-
 def require_valid_check(request: Request) -> None:
     """Raise UsageError where the request itself is wrong, before anything is read."""
-    from finitune.machine.cards import find_gpu_model
-
     if not request.paths:
         raise UsageError(
             "name what is to be checked",
@@ -94,12 +95,10 @@ def iter_check_sections(path: Path, request: Request, progress: Progress) -> Ite
     if section.kind is not PathKind.FILES:
         yield section
     if section.kind in (PathKind.RUN, PathKind.FILES):
-        inside = (
-            [path / _EFFECTIVE_CONFIG_NAME]
-            if section.kind is PathKind.RUN and (path / _EFFECTIVE_CONFIG_NAME).is_file()
-            else []
-        )
-        for part in (*inside, *list_safetensors_files(path)):
+        config = path / _EFFECTIVE_CONFIG_NAME
+        inside = [config] if section.kind is PathKind.RUN and config.is_file() else []
+        adapters = sorted(file for file in path.glob("*.safetensors") if not file.name.startswith("."))
+        for part in (*inside, *adapters):
             yield check_path(part, request, progress)
 
 
@@ -120,7 +119,7 @@ def check_path(path: Path, request: Request, progress: Progress) -> CheckSection
         report.findings.append(Finding.of(make_unreadable_file_error(path, error)))
     except FinituneError as error:
         if isinstance(error, UsageError) and error.subject.startswith("--"):
-            report.fail(error)  # it is the request that is wrong
+            report.fail(error)  # an option: it is the request that is wrong
         else:
             report.findings.append(Finding.of(error))
     return CheckSection(named, kind, report, tuple(own.mendings))
@@ -128,9 +127,6 @@ def check_path(path: Path, request: Request, progress: Progress) -> CheckSection
 
 def report_gpu_forecast(path: Path, gpu: str, report: Report) -> None:
     """What this model, or the one that this adapter is for, does on a card in each precision."""
-    from finitune.models import MODEL_FAMILIES
-    from finitune.verbs.check.precision_forecast import add_gpu_forecast
-
     figures = report.figures
     family = next((model for model in MODEL_FAMILIES if model.name == figures.get("family")), None)
     numbers, over = figures.get("numbers"), figures.get("tensors_beyond_fp16")
@@ -163,26 +159,19 @@ def join_check_sections(sections: Sequence[CheckSection], report: Report) -> Non
         report.tables += only.report.tables
         return
     paths: dict[str, object] = {}
-    seen: list[Finding] = []
+    seen: list[Finding] = []  # whichever path leads to it, a finding about a file that it names is told once
+    rows = []
     for one in sections:
-        name = str(one.path)
-        report.findings += [
-            add_path_to_finding(finding, name) for finding in one.report.findings if finding not in seen
-        ]
-        seen += [
-            finding
-            for finding in one.report.findings
-            if finding.code in _GPU_FINDING_CODES or has_file_subject(finding)
-        ]
+        name, findings = str(one.path), one.report.findings
+        report.findings += [add_path_to_finding(finding, name) for finding in findings if finding not in seen]
+        seen += [finding for finding in findings if finding.code in _GPU_FINDING_CODES or has_file_subject(finding)]
         report.tables += [
             Table(f"{one.path.name}: {table.title}", table.columns, table.rows) for table in one.report.tables
         ]
         paths[name] = {"ok": one.report.ok, **one.report.figures}
+        rows.append((name, one.kind.value if one.kind else "-", count_findings(one.report)))
     report.figures["checked"] = paths
-    rows = tuple(
-        (str(one.path), one.kind.value if one.kind else "-", summarize_finding_counts(one.report)) for one in sections
-    )
-    report.tables.insert(0, Table("checked", ("path", "what it is", "found"), rows))
+    report.tables.insert(0, Table("checked", ("path", "what it is", "found"), tuple(rows)))
 
 
 def add_path_to_finding(finding: Finding, path: str) -> Finding:
@@ -193,41 +182,20 @@ def add_path_to_finding(finding: Finding, path: str) -> Finding:
 
 
 def has_file_subject(finding: Finding) -> bool:
-    """Whether a finding is about a file that it names itself: such a one is told once, whichever path leads to it."""
     return Path(finding.subject).is_absolute() and Path(finding.subject).exists()
 
 
-def summarize_finding_counts(report: Report) -> str:
+def count_findings(report: Report) -> str:
     """How many findings there are of each level, in words."""
     counts = {level: sum(finding.level is level for finding in report.findings) for level in Level}
     return ", ".join(f"{count} {level.value}{'s' * (count > 1)}" for level, count in counts.items() if count) or "good"
 
 
-def write_check_page(path: Path, text: str, report: Report) -> None:
-    """Write the page and name it in the report; raises FileError."""
-    from finitune.files.writer import write_text
-
-    write_text(path, text)
-    report.artifacts["html"] = str(path)
-
-
 def check_model_family(path: Path, request: Request, report: Report, progress: Progress) -> None:
     """What is known of a model family that is named instead of a file."""
-    from finitune.models import MODEL_FAMILIES
-
     family = next(model for model in MODEL_FAMILIES if model.name == str(path))
     report.figures.update(family=family.name, title=family.title, components=list(family.components))
     report.tables.append(Table("what every host keeps to", ("invariant", "rule"), family.invariants))
-
-
-def find_checker(kind: PathKind) -> PathChecker:
-    """The function for a kind; its file is imported when it is needed first."""
-    from importlib import import_module
-
-    if kind is PathKind.FAMILY:
-        return check_model_family
-    module, function = CHECKERS_BY_KIND[kind]
-    return getattr(import_module(f"finitune.verbs.check.{module}"), function)
 
 
 CHECKERS_BY_KIND = {
@@ -242,3 +210,11 @@ CHECKERS_BY_KIND = {
     PathKind.WORKFLOW: ("picture", "check_workflow"),
 }
 """The file in which a kind is checked, and the function there."""
+
+
+def find_checker(kind: PathKind) -> PathChecker:
+    """The function for a kind; its file is imported now: who checks an adapter does not wait for what trains."""
+    if kind is PathKind.FAMILY:
+        return check_model_family
+    module, function = CHECKERS_BY_KIND[kind]
+    return getattr(import_module(f"finitune.verbs.check.{module}"), function)

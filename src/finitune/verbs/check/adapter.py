@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from finitune.adapters import find_algorithm
+from finitune.adapters.core import Shape
+from finitune.adapters.health import check_adapter_health, is_zero_adapter
 from finitune.files.tensorfile import TensorFile
-from finitune.namings.core import find_adapter_tensor_file
+from finitune.merging.adapterfile import read_adapter_for_model, resolve_unknown_scale
+from finitune.merging.stream import keep_torch_threads
+from finitune.namings.core import ParsedAdapter, find_adapter_tensor_file
+from finitune.namings.hashes import compute_kohya_file_hash
 from finitune.progress import Progress
 from finitune.report import Level, Report, Table
 from finitune.verbs.check.request import Request, check_safetensors_names, count_tensor_dtypes
 from finitune.verbs.shared.adapters import build_loader_verdict_table, collect_loader_verdicts, resolve_target_model
-
-if TYPE_CHECKING:
-    from finitune.adapters.core import Shape
-    from finitune.namings.core import ParsedAdapter
 
 _SHOWN_METADATA_KEYS = (
     "ss_base_model_version",
@@ -35,10 +36,6 @@ _MAX_LISTED_ALPHAS = 5
 
 def check_adapter(path: Path, request: Request, report: Report, progress: Progress) -> None:
     """Everything about an adapter: a file, or PEFT's folder; raises FileError, AdapterError."""
-    from finitune.adapters.health import check_adapter_health
-    from finitune.merging.adapterfile import read_adapter_for_model, resolve_unknown_scale
-    from finitune.merging.stream import keep_torch_threads
-
     file = TensorFile(find_adapter_tensor_file(path))
     check_safetensors_names([file], report)
     answers, model = request.answers(), resolve_target_model(request.model)
@@ -62,9 +59,6 @@ def check_adapter(path: Path, request: Request, report: Report, progress: Progre
 
 def compute_adapter_figures(file: TensorFile, reading: ParsedAdapter) -> dict[str, object]:
     """What the file is, as named figures."""
-    from finitune.adapters import find_algorithm
-    from finitune.adapters.health import is_zero_adapter
-
     sites = reading.adapter.sites
     ranks = [rank for one in sites.values() if (rank := find_algorithm(one.algorithm).rank(one)) is not None]
     alphas = sorted({one.alpha for one in sites.values() if one.alpha is not None})
@@ -123,8 +117,6 @@ def build_magnitude_table(magnitudes: Iterable[Mapping[str, object]]) -> Table:
 
 def check_metadata_hash(file: TensorFile, report: Report) -> None:
     """Warn of a hash in the metadata that is not that of the tensors: programs would take the file for another."""
-    from finitune.namings.hashes import compute_kohya_file_hash
-
     stated = file.metadata.get("sshs_model_hash")
     if stated is None:
         return

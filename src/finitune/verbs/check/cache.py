@@ -16,9 +16,11 @@ from finitune.datasets.cache import (
     describe_identity_change,
     read_cache_identity,
 )
+from finitune.datasets.latent_store import EncoderCaches
 from finitune.errors import FileError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import is_abandoned_file
+from finitune.models.anima.encode import AnimaEncoders
 from finitune.progress import Progress
 from finitune.report import Level, Report, Table
 from finitune.verbs.check.request import BACKUP_SUFFIX, FileFix, Request
@@ -173,9 +175,6 @@ def report_abandoned_files(path: Path, request: Request, report: Report) -> None
 
 def report_stale_entries(entries: list[CheckedCacheEntry], model: str, report: Report) -> None:
     """A warning for the entries that another model's encoders made; raises FileError, ModelError of the model."""
-    from finitune.datasets.latent_store import EncoderCaches
-    from finitune.models.anima.encode import AnimaEncoders
-
     parts = load_model(ModelChoice(model=model))
     for module in (parts.vae, parts.text_encoder, parts.text_conditioner):
         module.float()  # as a training holds them

@@ -1,69 +1,61 @@
-"""The part of `finitune check` that looks at a training's configuration: ours, or one of another program.
+"""What `finitune check` says of a training's configuration: ours, or one of another program.
 
 Everything at once: what the file says that cannot be, what excludes each other, what has no effect, what LyCORIS would
 make of it, which modules get an adapter, what is wrong with the pictures by their headers, how long the run is, and
-what it will write. A fault in one place hides none in another: what is refused is left out, and the rest looked at.
+what it will write. The modules are counted on a model without its tensors: headers and shapes are enough.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+from torch import nn
+
+from finitune.adapters.lokr import split_dimension
+from finitune.config.config_rule import NO_EFFECT_CODE
 from finitune.config.conflicts import find_config_conflicts
 from finitune.config.conflicts_run import has_scheduled_previews
-from finitune.config.imported_config import ImportedConfig, ImportedKey, KeyStatus
-from finitune.config.inspection import ConfigInspection
 from finitune.config.lycoris import find_lycoris_faults
-from finitune.config.lycoris_options import LycorisOptions, collect_lycoris_options
-from finitune.config.option_types import NUMBER_AS_TEXT_CODE, list_union_members, parse_readable_number
-from finitune.config.read import locate_nothing, reject_foreign_config
+from finitune.config.lycoris_options import collect_lycoris_options
+from finitune.config.lycoris_preset import check_lycoris_preset
 from finitune.config.schema import TrainConfig
-from finitune.config.toml_edit import find_key_line, parse_key_path, rename_toml_key, unquote_toml_value
-from finitune.config.toml_text import format_key_path, read_config_text, read_toml
-from finitune.errors import FinituneError, UsageError
-from finitune.importers.config_signatures import (
-    DIFFUSION_PIPE_DATASET,
-    KOHYA_DATASET_TOML,
-    ONETRAINER_CONCEPTS,
-    SIMPLETUNER_BACKENDS,
-)
-from finitune.importers.mapping import iterate_config_leaves
+from finitune.errors import FileError, FinituneError, UsageError
+from finitune.files.tensorfile import TensorFile
 from finitune.importers.recognise import is_file
+from finitune.models.anima import ANIMA
+from finitune.models.anima.components import build_anima_component
+from finitune.models.anima.configs import CONFIG_READER_BY_COMPONENT, PUBLISHED_ANIMA_SETTINGS, ComponentConfig
+from finitune.models.anima.folders import read_anima_config_file
+from finitune.models.anima.load import KEY_SORTER_BY_ROLE, require_role
+from finitune.models.spec import ModelSpec
+from finitune.namings.resolve import Resolver
 from finitune.progress import Progress
 from finitune.report import Finding, Level, Report, Table
-from finitune.verbs.check.dataset_pictures import check_training_pictures
-from finitune.verbs.check.request import UNNAMED_PLACEHOLDER, FileFix, Request, sort_findings_by_level
-from finitune.verbs.check.sites import check_sites
+from finitune.training.checkpoint import iterate_state_folders
+from finitune.training.run_folder import RunFolder
+from finitune.training.sites import SiteSelection, choose_sites
+from finitune.verbs.check.config_file import open_checked_config
+from finitune.verbs.check.dataset import check_training_pictures
+from finitune.verbs.check.request import UNNAMED_PLACEHOLDER, Request, sort_findings_by_level
+from finitune.verbs.shared.model import (
+    SHIPPED_MODELS,
+    ModelChoice,
+    get_default_picture_size,
+    resolve_model_path,
+)
+from finitune.verbs.train import EFFECTIVE_CONFIG_NAME, RUN_PAGE_NAME
+from finitune.verbs.train.checks import check_train_options, explain_model_errors
+from finitune.verbs.train.export import build_preview_settings
+from finitune.verbs.train.prepare import build_model_choice, select_adapted_components
 
-if TYPE_CHECKING:
-    from finitune.config.toml_text import KeyLocator
-
-_TEXT_READ_AS_NOTE = "text in the file; read as"
-"""How the account of a foreign configuration tells of a number in quotes."""
 _NO_DATASET_CODES = ("CONFIG-NO-DATASETS", "DATASET-FOLDER-MISSING")
 """Where one of these is told, it is no news that there are no pictures."""
-_MIN_KEY_SIMILARITY = 90
-"""How like an option a misspelled key must be, in percent of their letters, for the right name to be offered."""
-_DATASET_TOML_SECTIONS = {"general", "datasets"}
-_DATASET_ONLY_PROGRAMS = (SIMPLETUNER_BACKENDS, ONETRAINER_CONCEPTS, DIFFUSION_PIPE_DATASET, KOHYA_DATASET_TOML)
-"""The files of other programs that name pictures only."""
-_PLACEHOLDER_OPTIONS = {
-    "model": {"pretrained_model_name_or_path": UNNAMED_PLACEHOLDER},
-    "saving": {"output_dir": UNNAMED_PLACEHOLDER},
-}
-
-
-@dataclass(frozen=True)
-class OpenedConfig:
-    """A configuration file: its text, its keys, the configuration (None where too much of it is wrong)."""
-
-    text: str
-    lines: tuple[ImportedKey, ...]
-    config: TrainConfig | None
+_KERNEL_ONLY_OPTIONS = ("conv_dim", "conv_alpha", "use_tucker")
+"""Options that only convolutions with a kernel read."""
 
 
 def check_config(path: Path, request: Request, report: Report, progress: Progress) -> None:
@@ -75,22 +67,13 @@ def check_config(path: Path, request: Request, report: Report, progress: Progres
         given = collect_lycoris_options(opened.lines, opened.text)
         report.findings.extend(find_lycoris_faults(given))
         if opened.config is not None:
-            check_planned_run(opened.config, find_lycoris_preset(given, path), request, report, progress)
+            name = given.algorithm and (given["preset"] or given["LyCORIS_preset"])
+            places = (Path(str(name)), path.parent / str(name)) if name else ()
+            preset = next((place for place in places if is_file(place)), None)
+            check_planned_run(opened.config, preset, request, report, progress)
     except FinituneError as error:
         report.findings.append(Finding.of(error))
     sort_findings_by_level(report, begin)
-
-
-def read_dataset_config(path: Path, request: Request, report: Report) -> TrainConfig | None:
-    """The configuration in a file, for its datasets alone; what is wrong with it is in the report."""
-    return open_checked_config(path, request, report).config
-
-
-def find_lycoris_preset(given: LycorisOptions, path: Path) -> Path | None:
-    """The preset file that a configuration of LyCORIS names, from here or beside the configuration."""
-    name = given.algorithm and (given["preset"] or given["LyCORIS_preset"])
-    places = (Path(str(name)), path.parent / str(name)) if name else ()
-    return next((place for place in places if is_file(place)), None)
 
 
 def check_planned_run(
@@ -113,255 +96,12 @@ def check_planned_run(
 
 def check_planned_options(config: TrainConfig, request: Request, report: Report) -> None:
     """What a training looks at before its data: the optimiser, the folders to write to, the prompts of previews."""
-    from finitune.verbs.shared.model import get_default_picture_size
-    from finitune.verbs.train.checks import check_train_options
-    from finitune.verbs.train.export import build_preview_settings
-    from finitune.verbs.train.prepare import build_model_choice
-
     build_preview_settings(config.preview, get_default_picture_size(build_model_choice(config)))
     report.findings.extend(check_train_options(config))
 
 
-def open_checked_config(path: Path, request: Request, report: Report) -> OpenedConfig:
-    """The file read strictly, with every fault of it in the report; raises for what cannot be read at all."""
-    text = read_config_text(path)
-    try:
-        written = read_toml(path)
-        if written.document.keys() <= _DATASET_TOML_SECTIONS and written.document:
-            return open_dataset_toml(path, text, request, report)
-        reject_foreign_config(written)
-    except UsageError as error:
-        if error.code != "CONFIG-FOREIGN" and not is_foreign_config(path):
-            raise
-        return open_foreign_config(path, text, request, report)
-    if is_foreign_config(path):
-        return open_foreign_config(path, text, request, report)
-    lines = tuple(
-        ImportedKey(format_key_path(where), value, KeyStatus.TAKEN)
-        for where, value, _ in iterate_config_leaves(written.document)
-    )
-    config = inspect_config_document(written.document, path, text, request, report, written.locate)
-    return OpenedConfig(text, lines, config)
-
-
-def is_foreign_config(path: Path) -> bool:
-    """Whether a file is the configuration of another program, for sure."""
-    from finitune.importers.config_signatures import FINITUNE_CONFIG
-    from finitune.importers.foreign_text import read_foreign_text
-    from finitune.importers.recognise import recognise_config_kind
-
-    try:
-        text = read_foreign_text(path)
-    except FinituneError:
-        return False
-    return text.language == "command line" or recognise_config_kind(text.document) not in ("", FINITUNE_CONFIG)
-
-
-def open_dataset_toml(path: Path, text: str, request: Request, report: Report) -> OpenedConfig:
-    """A dataset TOML alone: each key as strictly as in a configuration, then with sd-scripts' defaults."""
-    from finitune.importers.recognise import read_foreign_config
-
-    written = read_toml(path)
-    report.figures["program"] = "dataset TOML"
-    inspect_config_document(fill_placeholder_options(written.document), path, text, request, report, written.locate)
-    imported = read_foreign_config(path)
-    report.findings += [one for one in imported.findings if one.code != "CONFIG-UNKNOWN-KEY"]  # told with its line
-    return OpenedConfig(
-        text, imported.lines, parse_remaining_config(fill_placeholder_options(imported.document), path.parent)
-    )
-
-
-def open_foreign_config(path: Path, text: str, request: Request, report: Report) -> OpenedConfig:
-    """The configuration of another program in our terms, with the account of its keys."""
-    from finitune.importers.recognise import read_foreign_config
-
-    imported = read_foreign_config(path)
-    report.figures.update(program=imported.program, keys=imported.table().as_dicts())
-    report.tables.append(imported.table())
-    report.findings += [add_line_to_finding(finding, path, text) for finding in imported.findings]
-    report.findings += check_imported_keys(imported, path)
-    alone = imported.program.startswith(_DATASET_ONLY_PROGRAMS)
-    document = fill_placeholder_options(imported.document) if alone else imported.document
-    return OpenedConfig(
-        text, imported.lines, inspect_config_document(document, path, text, request, report, locate_nothing)
-    )
-
-
-def fill_placeholder_options(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A document with a model and a folder, where it names none: datasets can be looked at without."""
-    return {
-        **document,
-        **{name: {**options, **get_document_section(document, name)} for name, options in _PLACEHOLDER_OPTIONS.items()},
-    }
-
-
-def inspect_config_document(
-    document: Mapping[str, Any], path: Path, text: str, request: Request, report: Report, locate: KeyLocator
-) -> TrainConfig | None:
-    """The configuration of a document; where there are faults, of what is left without them."""
-    ours = locate is not locate_nothing
-    beside = path.parent if ours else None  # as `finitune train` reads it
-    inspection = ConfigInspection(str(path), locate, document, beside)
-    config = inspection.config()
-    report.findings.extend(inspection.findings)
-    if ours:
-        request.mendings.extend(build_config_fixes(inspection.findings, path, text))
-    if config is not None:
-        return config
-    return parse_remaining_config(
-        remove_refused_paths(document, {inspection.shown(place) for place in inspection.refused}), beside
-    )
-
-
-def parse_remaining_config(document: Mapping[str, Any], beside: Path | None) -> TrainConfig | None:
-    """The configuration of a document whose faults were told; None where it still has some."""
-    return ConfigInspection("", locate_nothing, fill_placeholder_options(document), beside).config()
-
-
-def get_document_section(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A table of a document; empty where there is none."""
-    found = document.get(name)
-    return found if isinstance(found, Mapping) else {}
-
-
-def remove_refused_paths(value: Any, without: Iterable[tuple[str | int, ...]], path: tuple[str | int, ...] = ()) -> Any:
-    """A document without what stands at some paths."""
-    refused = set(without)
-    if isinstance(value, Mapping):
-        return {
-            name: remove_refused_paths(item, refused, (*path, str(name)))
-            for name, item in value.items()
-            if (*path, str(name)) not in refused
-        }
-    if isinstance(value, (list, tuple)):
-        return [
-            remove_refused_paths(item, refused, (*path, n)) for n, item in enumerate(value) if (*path, n) not in refused
-        ]
-    return value
-
-
-def add_line_to_finding(finding: Finding, path: Path, text: str) -> Finding:
-    """A finding about a key of a foreign configuration, with the line on which the key stands."""
-    source, _, key = finding.subject.partition(": ")
-    line = find_key_line(text, key) if key and source == str(path) else None
-    if line is None:
-        return finding
-    evidence = {"file": str(path), "line": line, "key": key, **finding.evidence}
-    return replace(finding, subject=f"{path}:{line}: {key}", evidence=evidence)
-
-
-def check_imported_keys(imported: ImportedConfig, path: Path) -> list[Finding]:
-    """What the account of the keys says beside its table: numbers as text, keys without effect."""
-    from finitune.datasets.finding_summaries import summarize_names
-
-    texts = [f"{line.key} = {line.value!r}" for line in imported.lines if is_number_as_text(line)]
-    what = f"numbers or truth values are written as text, and taken as what they look like ({len(texts)})"
-    found = summarize_names(Level.WARNING, NUMBER_AS_TEXT_CODE, str(path), what, texts, "Write them without quotes.")
-    idle = [
-        f"{line.key} ({line.note})"
-        for line in imported.lines
-        if line.fate is KeyStatus.NO_EFFECT and has_meaningful_value(line)
-    ]
-    what = f"keys have no effect in {imported.program.partition(' (')[0]} either ({len(idle)})"
-    return found + summarize_names(Level.NOTE, "CONFIG-KEYS-IDLE", str(path), what, idle)
-
-
-def is_number_as_text(line: ImportedKey) -> bool:
-    """Whether a key of a file, not of a command line, has a number in quotes; YAML 1.1 reads 1e-4 as text, too."""
-    if _TEXT_READ_AS_NOTE in line.note:
-        return True
-    name, _, key = line.ours.partition(".")
-    known = get_section_fields(name)
-    kinds = list_union_members(known[key].annotation) if key in known else []
-    written = isinstance(line.value, str) and not line.key.rpartition(".")[2].startswith("-")
-    return written and parse_readable_number(str(line.value)) is not None and bool({int, float} & {*kinds})
-
-
-def get_section_fields(name: str) -> Mapping[str, Any]:
-    """The options of one of our sections; none where there is no such section."""
-    field = TrainConfig.model_fields.get(name)
-    return getattr(field.annotation, "model_fields", {}) if field else {}
-
-
-def has_meaningful_value(line: ImportedKey) -> bool:
-    """Whether a key was given for something: being off is no slip."""
-    return line.value not in (None, "", [], {}, False, 0) and line.note not in ("off", "never")
-
-
-def build_config_fixes(findings: Iterable[Finding], path: Path, text: str) -> list[FileFix]:
-    """What can be mended in the text of a configuration of ours: numbers out of their quotes, misspelled keys.
-
-    A misspelled key is a guess: it is offered where one option alone is near, its place is free, and its value fits.
-    """
-    offered: list[FileFix] = []
-    for finding in findings:
-        line, key = finding.evidence.get("line"), finding.evidence.get("key")
-        if not isinstance(line, int) or not isinstance(key, str):
-            continue
-        where = parse_key_path(key)
-        if finding.code == NUMBER_AS_TEXT_CODE and unquote_toml_value(text, line, where):
-            what = f"Write the value of {key} without quotes (line {line})"
-            offered.append(FileFix(NUMBER_AS_TEXT_CODE, path, what, partial(remove_value_quotes, path, line, key)))
-        if finding.code == "CONFIG-UNKNOWN-KEY" and (name := find_nearest_option(where, text)):
-            what = f"Write {name} in place of {where[-1]} (line {line})"
-            offered.append(
-                FileFix("CONFIG-UNKNOWN-KEY", path, what, partial(rename_misspelled_key, path, line, key, name))
-            )
-    return offered
-
-
-def find_nearest_option(where: tuple[str | int, ...], text: str) -> str | None:
-    """The only option of its table that an unknown key is near to, if it is free there; None elsewhere."""
-    from rapidfuzz import fuzz
-
-    from finitune.config.inspection import format_table_header
-    from finitune.config.option_placement import SECTION_BY_HEADER
-
-    level = SECTION_BY_HEADER.get(format_table_header(where[:-1]))
-    name = str(where[-1])
-    if level is None:
-        return None
-    near = [option for option in level.model_fields if fuzz.ratio(name.casefold(), option) >= _MIN_KEY_SIMILARITY]
-    if len(near) != 1:
-        return None
-    line = find_key_line(text, name)
-    mended = rename_toml_key(text, line, where, near[0]) if line else None
-    return near[0] if mended and is_valid_option_value(mended, (*where[:-1], near[0])) else None
-
-
-def is_valid_option_value(text: str, where: tuple[str | int, ...]) -> bool:
-    """Whether what stands at a path of a TOML of ours is a value for that option."""
-    import tomlkit
-
-    inspection = ConfigInspection("", locate_nothing, tomlkit.parse(text).unwrap())
-    inspection.config()
-    return where not in inspection.refused
-
-
-def remove_value_quotes(path: Path, line: int, key: str) -> None:
-    """Write the value of a key without its quotes; nothing where it has none."""
-    write_amended_config(path, unquote_toml_value(read_config_text(path), line, parse_key_path(key)))
-
-
-def rename_misspelled_key(path: Path, line: int, key: str, name: str) -> None:
-    """Give a key its right name; nothing where it is there no more."""
-    write_amended_config(path, rename_toml_key(read_config_text(path), line, parse_key_path(key), name))
-
-
-def write_amended_config(path: Path, text: str | None) -> None:
-    """Write a configuration's changed text."""
-    from finitune.files.writer import write_text
-
-    if text is not None:
-        write_text(path, text)
-
-
 def report_planned_files(config: TrainConfig, request: Request, report: Report) -> None:
     """The files that the run will write, and a warning of those that are there already."""
-    from finitune.training.checkpoint import iterate_state_folders
-    from finitune.training.run_folder import RunFolder
-    from finitune.verbs.train import EFFECTIVE_CONFIG_NAME, RUN_PAGE_NAME
-
     saving = config.saving
     folder = RunFolder(saving.output_dir)
     name, step, epoch = saving.output_name, saving.save_every_n_steps, saving.save_every_n_epochs
@@ -390,3 +130,84 @@ def report_planned_files(config: TrainConfig, request: Request, report: Report) 
             "states of an earlier run are here; this one would begin anew and write over them",
             remedy="To go on from them: finitune train CONFIG --resume",
         )
+
+
+def check_sites(preset: Path | None, config: TrainConfig, request: Request, report: Report) -> None:
+    """How many modules get an adapter, and the options that none of them reads; `preset` is a file of LyCORIS's.
+
+    `request.model`, where it is a file or a folder, stands in place of the configuration's. Raises FileError and
+    ModelError for a model that is not there or is another one, UsageError (SITES-NONE) where no module is left.
+    """
+    choice = build_model_choice(config)
+    if request.model and (request.model in SHIPPED_MODELS or Path(request.model).exists()):
+        choice = replace(choice, model=request.model)
+    with explain_model_errors(choice):
+        roots = build_meta_components(choice, config)
+    sites = choose_sites(roots, ANIMA, config.network)
+    report.findings.extend(sites.findings)
+    report.tables.append(sites.table())
+    report.figures["sites"] = len(sites.chosen)
+    check_kernel_options(config, sites, report)
+    check_lokr_factor(config, sites, report)
+    if preset is not None:
+        report.findings += check_lycoris_preset(preset, list_adaptable_names(sites, ANIMA))
+
+
+def list_adaptable_names(sites: SiteSelection, family: ModelSpec) -> list[str]:
+    """The original names of all modules that could have an adapter."""
+    resolver = Resolver.of_model(family)
+    others = (site.partition(".") for site in sites.left_out)
+    return [one.original for one in sites.chosen] + [resolver.native_name(c, name) or name for c, _, name in others]
+
+
+def build_meta_components(choice: ModelChoice, config: TrainConfig) -> dict[str, nn.Module]:
+    """The components that a configuration adapts, on the meta device: by the settings of a folder, or by headers."""
+    path = resolve_model_path(choice.model)
+    known = {name: name for name in ("transformer", "text_conditioner", "text_encoder")}
+    names = select_adapted_components(cast("Any", SimpleNamespace(**known)), config)
+    if not path.exists():
+        raise FileError(f"{choice.model}: no such model, folder or file", code="MODEL-NOT-FOUND", subject=choice.model)
+    if path.is_dir():
+        return {
+            name: build_anima_component(name, read_anima_config_file(path / name / "config.json")) for name in names
+        }
+    settings = infer_component_settings(choice)
+    return {name: build_anima_component(name, settings[name]) for name in names if name in settings}
+
+
+def infer_component_settings(choice: ModelChoice) -> dict[str, ComponentConfig]:
+    """The settings of the components in the files of a model, by the shapes in their headers; each is looked at."""
+    files = {"dit": Path(choice.model), "qwen3": choice.qwen3, "vae": choice.vae}
+    settings: dict[str, ComponentConfig] = {}
+    for role, path in files.items():
+        if path is None:
+            message = f"{choice.model} is one file of three: {role} is missing"
+            raise UsageError(message, code="MODEL-FILES-MISSING", subject=choice.model)
+        file = TensorFile(path)
+        require_role(file, role)
+        for name, key_of in KEY_SORTER_BY_ROLE[role](file).names.items():
+            shapes = {new: file.entries[old].shape for new, old in key_of.items()}
+            settings[name] = CONFIG_READER_BY_COMPONENT[name](shapes, PUBLISHED_ANIMA_SETTINGS[name])
+    return settings
+
+
+def check_kernel_options(config: TrainConfig, sites: SiteSelection, report: Report) -> None:
+    """A warning of what is for convolutions with a kernel, where no module is one."""
+    if any(side > 1 for one in sites.chosen for side in one.shape[2:]):
+        return
+    for name in _KERNEL_ONLY_OPTIONS:
+        if getattr(config.network, name):
+            message = f"{name} has no effect: none of the {len(sites.chosen)} modules is a convolution with a kernel"
+            report.add(Level.WARNING, NO_EFFECT_CODE, f"network.{name}", message, remedy=f"Leave {name} out.")
+
+
+def check_lokr_factor(config: TrainConfig, sites: SiteSelection, report: Report) -> None:
+    """A note where LoKr's factor divides no side of a module, so that another one is taken there."""
+    factor = config.network.factor
+    if config.network.algorithm != "lokr" or factor < 1:
+        return
+    taken = [split_dimension(side, factor) for one in sites.chosen for side in one.shape[:2]]
+    other = sorted({small for small, large in taken if factor not in (small, large)})
+    if other:
+        message = f"factor = {factor} does not divide every side: there {', '.join(map(str, other))} is taken"
+        report.add(Level.NOTE, "LOKR-FACTOR", "network.factor", message, factor=factor, taken=other)

@@ -4,12 +4,18 @@ but where the content says nothing: a configuration with a fault in its syntax h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from finitune.datasets.cache import CACHE_KEY_DIGITS, CACHE_SOURCE_DIGITS
+from finitune.datasets.picture_signatures import (
+    PICTURE_FORMAT_BY_EXTENSION,
+    UNSUPPORTED_PICTURE_EXTENSIONS,
+    detect_picture_format,
+)
 from finitune.errors import FileError, FinituneError, suggest_nearest_name
 from finitune.files.sniff import (
     get_file_size,
@@ -20,6 +26,14 @@ from finitune.files.sniff import (
     peek_bytes,
 )
 from finitune.files.tensorfile import INDEX_SUFFIX, TensorFile
+from finitune.importers.foreign_text import read_foreign_text
+from finitune.importers.recognise import rank_config_kinds, recognise_config_kind
+from finitune.models import MODEL_FAMILIES
+from finitune.namings.cloneofsimo import is_cloneofsimo_key
+from finitune.namings.core import PEFT_TENSORS_FILE_NAME
+from finitune.namings.suffixes import split_adapter_key
+from finitune.training.checkpoint import STATE_CHECKSUMS_NAME, STATE_JSON_NAME, iterate_state_folders
+from finitune.training.run_folder import RUN_LOCK_NAME
 
 _TENSOR_SUFFIXES = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
 _CONFIG_SUFFIXES = (".toml", ".json", ".yaml", ".yml", ".sh", ".bat", ".ps1")
@@ -49,8 +63,6 @@ class PathKind(Enum):
 
 def detect_path_kind(path: Path) -> PathKind:
     """What a file or folder is; raises FileError for what is not there, not whole, or of no kind that is checked."""
-    from finitune.models import MODEL_FAMILIES
-
     if path.is_dir():
         return detect_folder_kind(path)
     if not path.exists() and str(path) in {family.name for family in MODEL_FAMILIES}:
@@ -68,12 +80,6 @@ def detect_path_kind(path: Path) -> PathKind:
 
 def detect_file_kind(path: Path, start: bytes) -> PathKind:
     """What a file is, of which the first bytes are given; raises FileError."""
-    from finitune.datasets.picture_signatures import (
-        PICTURE_FORMAT_BY_EXTENSION,
-        UNSUPPORTED_PICTURE_EXTENSIONS,
-        detect_picture_format,
-    )
-
     if is_safetensors_start(start):
         return detect_tensors_kind(TensorFile(path))
     if detect_picture_format(start):
@@ -85,7 +91,12 @@ def detect_file_kind(path: Path, start: bytes) -> PathKind:
         return PathKind.PICTURE  # which says what it is instead
     if (is_utf8_bytes(start) or ending in _CONFIG_SUFFIXES) and ending not in _TENSOR_SUFFIXES and start.strip():
         return detect_text_kind(path, start)
-    raise make_not_safetensors_error(path, start, path.stat().st_size) if start else make_empty_file_error(path)
+    if not start:
+        remedy = "Download or write it again."
+        raise FileError(
+            f"{path} is empty", code="FILE-EMPTY", subject=str(path), evidence={"size_bytes": 0}, remedy=remedy
+        )
+    raise make_not_safetensors_error(path, start, path.stat().st_size)
 
 
 def detect_tensors_kind(file: TensorFile) -> PathKind:
@@ -97,21 +108,14 @@ def detect_tensors_kind(file: TensorFile) -> PathKind:
 
 def has_adapter_names(names: Iterable[str]) -> bool:
     """Whether tensor names are an adapter's: some end as only adapters' do."""
-    from finitune.namings.cloneofsimo import is_cloneofsimo_key
-    from finitune.namings.suffixes import split_adapter_key
-
-    plain = {"weight", "bias"}
     return any(
-        is_cloneofsimo_key(name) or ((found := split_adapter_key(name)) and found[1].role not in plain)
+        is_cloneofsimo_key(name) or ((found := split_adapter_key(name)) and found[1].role not in ("weight", "bias"))
         for name in names
     )
 
 
 def detect_text_kind(path: Path, start: bytes) -> PathKind:
     """What a text file is; raises FileError for text that configures nothing."""
-    from finitune.importers.foreign_text import read_foreign_text
-    from finitune.importers.recognise import rank_config_kinds, recognise_config_kind
-
     size = path.stat().st_size
     if b"<html" in start.lower() or start.startswith(b"version https://git-lfs") or size > _MAX_CONFIG_BYTES:
         raise make_not_safetensors_error(path, start, size)
@@ -151,10 +155,6 @@ def is_comfyui_workflow(document: Any) -> bool:
 
 def detect_folder_kind(folder: Path) -> PathKind:
     """What a folder is, by the names in it; raises FileError where there is nothing in it that is checked."""
-    from finitune.namings.core import PEFT_TENSORS_FILE_NAME
-    from finitune.training.checkpoint import STATE_CHECKSUMS_NAME, STATE_JSON_NAME, iterate_state_folders
-    from finitune.training.run_folder import RUN_LOCK_NAME
-
     try:
         inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
         names = {path.name for path in inside}
@@ -173,7 +173,8 @@ def detect_folder_kind(folder: Path) -> PathKind:
             return PathKind.MODEL
         if tensors:
             return PathKind.MODEL if any(path.name.endswith(INDEX_SUFFIX) for path in tensors) else PathKind.FILES
-        if any(islice(find_pictures_below(folder), 1)):
+        below = islice(folder.rglob("*"), _MAX_SCANNED_NAMES)
+        if any(path.suffix.lower() in PICTURE_FORMAT_BY_EXTENSION for path in below):
             return PathKind.DATASET
     except OSError as error:
         raise make_unreadable_file_error(folder, error) from error
@@ -197,33 +198,8 @@ def is_component_folder(folder: Path) -> bool:
 
 def is_cache_folder(folder: Path) -> bool:
     """Whether a folder holds entries of a cache of ours: files by a digest of their source and one of their maker."""
-    from finitune.datasets.cache import CACHE_KEY_DIGITS, CACHE_SOURCE_DIGITS
-
     shape = f"{'?' * CACHE_SOURCE_DIGITS}-{'?' * CACHE_KEY_DIGITS}.safetensors"
     return folder.is_dir() and any(folder.glob(shape))
-
-
-def find_pictures_below(folder: Path) -> Iterator[Path]:
-    """Files with a picture's ending in a folder and in those inside, of the first LOOKED_AT names."""
-    from finitune.datasets.picture_signatures import PICTURE_FORMAT_BY_EXTENSION
-
-    return (
-        path
-        for path in islice(folder.rglob("*"), _MAX_SCANNED_NAMES)
-        if path.suffix.lower() in PICTURE_FORMAT_BY_EXTENSION
-    )
-
-
-def list_safetensors_files(folder: Path) -> list[Path]:
-    """The safetensors files directly in a folder."""
-    return sorted(path for path in folder.glob("*.safetensors") if not path.name.startswith("."))
-
-
-def make_empty_file_error(path: Path) -> FileError:
-    """The error for a file without content."""
-    remedy = "Download or write it again."
-    evidence = {"size_bytes": 0}
-    return FileError(f"{path} is empty", code="FILE-EMPTY", subject=str(path), evidence=evidence, remedy=remedy)
 
 
 def make_unchecked_text_error(path: Path, start: bytes, size: int) -> FileError:

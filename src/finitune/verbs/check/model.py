@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from finitune.files.fp16_loss import Fp16Loss, Fp16LossCounter, compute_fp16_lost_norm
+from finitune.files.scan import TensorRange, scan_ranges
+from finitune.merging.base_model import BaseTensorKey, MergeBase
+from finitune.numerics.formats import FP16
 from finitune.progress import Progress
 from finitune.report import Level, Report, Table
+from finitune.verbs.check.model_facts import report_model_header
 from finitune.verbs.check.request import Request, check_safetensors_names, count_tensor_dtypes
 from finitune.verbs.shared.adapters import open_model
-
-if TYPE_CHECKING:
-    from finitune.files.fp16_loss import Fp16Loss
-    from finitune.files.scan import TensorRange
-    from finitune.merging.base_model import BaseTensorKey, MergeBase
 
 _MAX_LISTED_RANGES = 5
 """How many tensors of a model are shown, the largest first."""
@@ -26,10 +25,6 @@ _SIGNIFICANT_CAST_ERROR = 2.0**-9
 
 def check_model(path: Path, request: Request, report: Report, progress: Progress) -> None:
     """Everything about a model's file, index or folder; raises FileError, ModelError."""
-    from finitune.files.fp16_loss import Fp16LossCounter
-    from finitune.files.scan import scan_ranges
-    from finitune.verbs.check.model_facts import report_model_header
-
     opened = open_model(path)
     check_safetensors_names(opened.files.values(), report)
     report.figures.update(compute_model_figures(opened))
@@ -94,8 +89,6 @@ class MegabyteProgress:
 
 def report_weight_ranges(ranges: Mapping[str, TensorRange], report: Report) -> None:
     """An error for every tensor that is not finite, a warning for what fp16 cannot hold; the loudest tensors."""
-    from finitune.numerics.formats import FP16
-
     broken = {name: found for name, found in ranges.items() if found.nonfinite}
     for name, found in broken.items():
         count = found.nonfinite
@@ -169,8 +162,6 @@ def report_fp16_losses(
     losses: Mapping[str, Fp16Loss], ranges: Mapping[str, TensorRange], opened: MergeBase, report: Report
 ) -> None:
     """How many numbers are too small for fp16 to keep, and what that does to the tensor that it does most to."""
-    from finitune.files.fp16_loss import compute_fp16_lost_norm
-
     lost, size = sum(one.lost for one in losses.values()), sum(one.size for one in losses.values())
     report.figures.update(lost_in_fp16=lost, lost_in_fp16_share=lost / size if size else 0.0)
     touched = [name for name, one in losses.items() if one.lost and not ranges[name].nonfinite]

@@ -10,14 +10,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finitune.files.keymap import match_template
+from finitune.files.tensorfile import TensorFile
+from finitune.merging.base_model import DENOISER_PREFIXES, MergeBase, score_family_match
+from finitune.merging.fp8_scales import FOREIGN_FP8_SCALE_SUFFIXES, FP8_SCALE_SUFFIXES
+from finitune.models import MODEL_FAMILIES
+from finitune.models.anima.keys import recognise_anima_file
+from finitune.models.spec import ModelSpec
 from finitune.report import Level, Report
-
-if TYPE_CHECKING:
-    from finitune.files.tensorfile import TensorFile
-    from finitune.merging.base_model import MergeBase
-    from finitune.models.spec import ModelSpec
 
 _DTYPE_BY_PRECISION_WORD = {
     **dict.fromkeys(("fp32", "float32", "f32", "float"), "F32"),
@@ -61,9 +63,6 @@ def report_model_header(opened: MergeBase, report: Report) -> None:
 
 def report_model_family(opened: MergeBase, report: Report) -> None:
     """By what the family is known, or a note that the model is of none."""
-    from finitune.merging.base_model import score_family_match
-    from finitune.models import MODEL_FAMILIES
-
     if opened.family is not None:
         widths = count_hallmark_widths(opened, opened.family)
         report.figures["family_evidence"] = {
@@ -90,8 +89,6 @@ def report_model_family(opened: MergeBase, report: Report) -> None:
 
 def count_hallmark_widths(opened: MergeBase, family: ModelSpec) -> Counter[bool]:
     """How many weights by which the family is told apart have its width, and how many have another."""
-    from finitune.files.keymap import match_template
-
     found: Counter[bool] = Counter()
     for key, (landing, parameter) in opened.find_all_targets().items():
         for mark in family.adapters.hallmarks:
@@ -103,8 +100,6 @@ def count_hallmark_widths(opened: MergeBase, family: ModelSpec) -> Counter[bool]
 
 def describe_held_part(opened: MergeBase) -> str:
     """Which part of a model a single file is, in words; "" where that is not known."""
-    from finitune.models.anima.keys import recognise_anima_file
-
     if opened.is_folder:
         return ""
     held = recognise_anima_file(opened.files[""])
@@ -113,8 +108,6 @@ def describe_held_part(opened: MergeBase) -> str:
 
 def report_name_prefix(opened: MergeBase, report: Report) -> None:
     """What stands before the names of a single file, and a warning where only some of a denoiser have it."""
-    from finitune.merging.base_model import DENOISER_PREFIXES
-
     if opened.is_folder:
         return
     names = list(opened.files[""])
@@ -140,8 +133,6 @@ def report_name_prefix(opened: MergeBase, report: Report) -> None:
 
 def report_misplaced_parts(opened: MergeBase, report: Report) -> None:
     """An error where a folder of a model holds another part of it, a warning where a file's name says another."""
-    from finitune.models.anima.keys import recognise_anima_file
-
     for component, file in opened.files.items():
         called = component or find_part_in_name(file.path.name)
         held, wanted = recognise_anima_file(file), _PARTS_BY_FOLDER.get(called, ())
@@ -299,7 +290,5 @@ def report_fp8_scales(component: str, file: TensorFile, report: Report) -> None:
 
 def has_fp8_scale(name: str, file: TensorFile) -> bool:
     """Whether a scale of a weight stands beside it, of the whole weight or of its blocks."""
-    from finitune.merging.fp8_scales import FOREIGN_FP8_SCALE_SUFFIXES, FP8_SCALE_SUFFIXES
-
     stem = name.removesuffix(".weight")
     return any(stem + suffix in file for suffix in (*FP8_SCALE_SUFFIXES, *FOREIGN_FP8_SCALE_SUFFIXES))

@@ -6,17 +6,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from finitune.datasets.picture_files import DecodedPicture, open_picture, read_picture, read_picture_header
 from finitune.errors import FileError
+from finitune.generation.picture_quality import judge_picture
 from finitune.generation.provenance import PictureProvenance, parse_comfyui_graph, read_picture_provenance
+from finitune.generation.settings import PICTURE_SIDE_MULTIPLE
+from finitune.importers.foreign_text import read_foreign_text
+from finitune.models import MODEL_FAMILIES
+from finitune.models.spec import ModelSpec
 from finitune.progress import Progress
 from finitune.report import Finding, Level, Report, Table
 from finitune.verbs.check.request import Request
-
-if TYPE_CHECKING:
-    from finitune.datasets.picture_files import DecodedPicture
-    from finitune.models.spec import ModelSpec
 
 _MAX_JUDGED_PIXELS = 1 << 22
 """Of a larger picture every so many-th row and column is judged."""
@@ -31,8 +35,6 @@ _MAX_PARENT_FOLDERS = 4
 
 def check_picture(path: Path, request: Request, report: Report, progress: Progress) -> None:
     """Everything about a picture; raises FileError where it cannot be decoded."""
-    from finitune.datasets.picture_files import read_picture, read_picture_header
-
     kind = read_picture_header(path).kind
     picture = read_picture(path)
     made = read_picture_provenance(read_picture_texts(path, kind))
@@ -54,8 +56,6 @@ def check_picture(path: Path, request: Request, report: Report, progress: Progre
 
 def check_workflow(path: Path, request: Request, report: Report, progress: Progress) -> None:
     """Everything about a workflow's JSON; raises FileError where it is none."""
-    from finitune.importers.foreign_text import read_foreign_text
-
     made = parse_comfyui_graph(read_foreign_text(path).document)
     if made is None:
         raise FileError(f"{path} holds no nodes", code="WORKFLOW-EMPTY", subject=str(path), remedy="Save it again.")
@@ -65,8 +65,6 @@ def check_workflow(path: Path, request: Request, report: Report, progress: Progr
 
 def read_picture_texts(path: Path, kind: str) -> dict[str, str]:
     """The texts in a picture that programs write their settings to, by name."""
-    from finitune.datasets.picture_files import open_picture
-
     with open_picture(path, kind) as (image, _):
         image.load()
         texts = {str(key): value for key, value in image.info.items() if isinstance(value, str)}
@@ -82,9 +80,6 @@ def read_picture_texts(path: Path, kind: str) -> dict[str, str]:
 
 def report_picture_verdict(picture: DecodedPicture, made: PictureProvenance | None, path: Path, report: Report) -> None:
     """The verdict that every drawn picture gets: black, flat, saturated."""
-    import torch
-
-    from finitune.generation.picture_quality import judge_picture
 
     height, width = picture.pixels.shape[:2]
     step = 1
@@ -140,8 +135,6 @@ def report_picture_origin(
 
 def find_picture_family(made: PictureProvenance, named: str | None) -> ModelSpec | None:
     """The family of what made a picture: of the model that the user names, or the one whose name its files bear."""
-    from finitune.models import MODEL_FAMILIES
-
     families = {family.name: family for family in MODEL_FAMILIES}
     if named in families:
         return families[named]
@@ -152,8 +145,6 @@ def find_picture_family(made: PictureProvenance, named: str | None) -> ModelSpec
 
 def find_broken_invariants(family: ModelSpec, settings: Mapping[str, Any], subject: str) -> Iterator[Finding]:
     """Warnings for settings that a family's invariants forbid, each with its sentence."""
-    from finitune.generation.settings import PICTURE_SIDE_MULTIPLE
-
     rules = dict(family.invariants)
     odd = [
         f"{side} {settings[side]}"

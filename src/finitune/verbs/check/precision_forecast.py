@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from importlib.metadata import version
+from typing import Literal
 
+from finitune.machine.cards import find_gpu_model
 from finitune.machine.hardware import WHEEL_REMEDY_BY_CAPABILITY, Advice, DeviceFacts, advise
+from finitune.models.spec import ModelSpec
 from finitune.report import Finding, Level, Report, Table
-
-if TYPE_CHECKING:
-    from finitune.models.spec import ModelSpec
 
 ForecastVerdict = Literal["works", "slow", "wrong", "does not fit", "not known", "not offered"]
 FORECAST_PRECISIONS = ("fp32", "bf16", "raw-half", "planned-half", "current-half")
@@ -269,9 +269,6 @@ def add_gpu_forecast(
     report: Report, gpu: str, subject: str, family: ModelSpec | None, numbers: int | None = None, over: int = 0
 ) -> None:
     """Add the story on the card `gpu` to a report; raises UsageError (GPU-UNKNOWN)."""
-    from importlib.metadata import version
-
-    from finitune.machine.cards import find_gpu_model
 
     card, gib = find_gpu_model(gpu)
     story = forecast_gpu(family, card.facts(version("torch"), gib), numbers, over=over)
