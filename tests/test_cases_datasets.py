@@ -12,7 +12,7 @@ import pytest
 from PIL import Image, ImageCms, features
 
 from finitune.config.datasets import DatasetConfig, Subset, resolve_datasets
-from finitune.datasets.captions_read import read_caption
+from finitune.datasets.caption_files import read_caption
 from finitune.datasets.dataset_scan import scan_datasets, verify_pictures
 from finitune.datasets.picture_files import read_picture, read_picture_size
 from finitune.errors import FileError
@@ -141,7 +141,7 @@ def test_dat_04_the_first_frame_of_an_animation_is_taken_and_told(tmp_path: Path
     path = saved(tmp_path / f"a.{ending}", frames[0], save_all=True, append_images=frames[1:], **options)
     picture = read_picture(path)
     assert picture.pixels.reshape(-1, 3).tolist() == [[255, 0, 0]] * 16
-    assert picture.notes == ("several frames: the first one is taken",)
+    assert [str(note) for note in picture.notes] == ["several frames: the first one is taken"]
     note = found(verify_pictures(scanned(tmp_path).examples[0], SilentProgress()), "PICTURE-NOTE")
     assert note.level is Level.NOTE and f"a.{ending}" in note.message
 
@@ -161,7 +161,7 @@ def test_dat_04_a_colour_profile_is_turned_into_srgb(tmp_path: Path):
     path = saved(tmp_path / "a.png", Image.new("RGB", (2, 2), (255, 0, 0)), icc_profile=wide_profile())
     picture = read_picture(path)
     assert np.abs(picture.pixels[0, 0].astype(int) - [0, 255, 0]).max() <= 2
-    assert picture.notes[0].startswith("colour profile: turned from wide")
+    assert str(picture.notes[0]).startswith("colour profile: turned from wide")
     alpha = saved(tmp_path / "b.png", Image.new("RGBA", (1, 1), (255, 0, 0, 0)), icc_profile=wide_profile())
     assert read_picture(alpha).pixels.tolist() == [[[255, 255, 255]]]
 
@@ -170,16 +170,16 @@ def test_dat_05_sixteen_bits_are_scaled_not_cut(tmp_path: Path):
     values = (0, 256, 32768, 65535)
     grey = read_picture(written(tmp_path / "g.png", png((4, 1), 16, 0, b"\0" + struct.pack(">4H", *values))))
     assert grey.pixels[0].tolist() == [[v] * 3 for v in (0, 1, 128, 255)]
-    assert grey.notes == ("16 bits: divided by 257",)
+    assert [str(note) for note in grey.notes] == ["16 bits: divided by 257"]
     colour = read_picture(written(tmp_path / "c.png", png((1, 1), 16, 2, b"\0" + struct.pack(">3H", *values[1:]))))
     assert colour.pixels.tolist() == [[[1, 128, 255]]] and colour.pixels.dtype == np.uint8
-    assert colour.notes[0].startswith("16 bits")
+    assert str(colour.notes[0]).startswith("16 bits")
 
 
 def test_dat_05_cmyk_is_turned_into_rgb_whoever_inverted_it(tmp_path: Path):
     path = saved(tmp_path / "a.jpg", Image.new("CMYK", (8, 8), (255, 0, 0, 0)), quality=100)
     picture = read_picture(path)
-    assert picture.pixels.shape == (8, 8, 3) and picture.notes == ("CMYK: turned into RGB",)
+    assert picture.pixels.shape == (8, 8, 3) and [str(note) for note in picture.notes] == ["CMYK: turned into RGB"]
     assert np.abs(picture.pixels[0, 0].astype(int) - [0, 255, 255]).max() <= 2
     exact = read_picture(saved(tmp_path / "a.tiff", Image.new("CMYK", (1, 1), (0, 51, 255, 102))))
     assert exact.pixels[0, 0].tolist() == [153, 122, 0]  # 255 (1 - C)(1 - K)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from finitune.datasets.cache import CacheSource, EncoderCache
-from finitune.datasets.latent_store import EncoderCaches
+from finitune.datasets.cache import CacheSource, EncoderCache, EncoderCaches
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
 from finitune.models.anima.encode import AnimaEncoders

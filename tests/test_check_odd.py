@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from finitune.datasets.captions_read import MAX_CAPTION_BYTES
+from finitune.datasets.caption_files import MAX_CAPTION_BYTES
 from finitune.files.writer import save_tensors
 from finitune.machine.rules.variables import find_broken_allocator
 from finitune.report import Level, Report

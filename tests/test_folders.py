@@ -19,11 +19,10 @@ from finitune.datasets.dataset_scan import (
     split_validation,
     verify_pictures,
 )
-from finitune.datasets.finding_summaries import limit_findings
 from finitune.datasets.folder_listing import build_folder_labels
 from finitune.datasets.items import TrainingExample
 from finitune.progress import SilentProgress
-from finitune.report import Finding, Level
+from finitune.report import Finding, Level, limit_findings
 from tests.picture_files import captions, found, noise_picture, resolved, saved, scanned, written
 
 

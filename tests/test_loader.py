@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from finitune.datasets.batch_schedule import BatchSchedule
+from finitune.datasets.cache import EncoderCaches, LruTensorCache
 from finitune.datasets.items import ExcludedExamples, TrainingBatch, TrainingExample
-from finitune.datasets.latent_store import EncoderCaches, LruTensorCache
 from finitune.datasets.loader import BatchLoader, LoaderOptions, prefetch_items
 from finitune.datasets.picture_files import read_picture
 from finitune.datasets.transforms import transform_pixels
@@ -39,7 +39,7 @@ def loader_of(
 
 
 def batches_of(loader: BatchLoader, steps: int) -> list[TrainingBatch]:
-    micros = [micro for step in loader.course.iterate_steps(0, steps) for micro in step.micro_batches]
+    micros = [micro for step in loader.schedule.iterate_steps(0, steps) for micro in step.micro_batches]
     return [batch for micro in micros if (batch := loader.load(micro)) is not None]
 
 

@@ -9,25 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.config.toml_edit import (
+from finitune.config.toml_text import (
     find_key_line,
+    iterate_key_lines,
     parse_key_path,
     read_toml_leaves,
     rename_toml_key,
     unquote_toml_value,
 )
-from finitune.config.toml_text import iterate_key_lines
-from finitune.datasets.lossless_fixes import (
+from finitune.datasets.caption_files import (
     UTF8_BOM,
     convert_to_utf8,
     ensure_utf8,
-    find_matching_name,
     is_utf8_text,
     normalize_line_ends,
     remove_bom,
-    rename_to_format,
     rewrite_file,
 )
+from finitune.datasets.picture_formats import find_matching_name, rename_to_format
 from finitune.errors import FileError
 from tests.picture_files import noise_picture, saved, written
 

@@ -17,12 +17,14 @@ from pydantic.fields import FieldInfo
 
 from finitune.config.arguments import parse_arguments
 from finitune.config.datasets import ConfigSection, get_stated_options
-from finitune.config.option_placement import find_nearest_name, find_option_placement, guess_meant_option
 from finitune.config.option_types import (
     NUMBER_AS_TEXT_CODE,
     OptionTypeError,
     coerce_option_value,
     describe_option_type,
+    find_nearest_name,
+    find_option_placement,
+    guess_meant_option,
     list_union_members,
 )
 from finitune.config.schema import TrainConfig

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finitune.config.datasets import ConfigSection, get_stated_options
 from finitune.config.imported_config import ImportedConfig
 from finitune.config.inspection import ConfigInspection
-from finitune.config.option_placement import find_nearest_name
+from finitune.config.option_types import find_nearest_name
 from finitune.config.schema import CONFIG_SECTION_NAMES, TrainConfig
 from finitune.config.toml_text import (
     KeyLocator,

@@ -1,4 +1,4 @@
-"""What an encoder has made of pictures and texts, on disk: found by content, checked when read, written whole.
+"""What an encoder has made of pictures and texts, on disk and in memory: found by content, checked, written whole.
 
 An entry is a safetensors file `<source>-<key>.safetensors`. The source is what it was made of (the picture's bytes and
 its cut; a caption), the key is that and what made it (`identity`). So an entry that is found is the right one: another
@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
+from finitune.datasets.items import FamilyEncoders
 from finitune.errors import FileError, NumericsError
 from finitune.files.sniff import make_unreadable_file_error
 from finitune.files.tensorfile import TensorFile, compute_tensor_fingerprint, count_nonfinite, hash_tensor
@@ -30,6 +33,12 @@ CACHE_KEY_DIGITS = 16
 _HASH_CHUNK_BYTES = 1 << 20
 MAX_CACHE_NAMES_SHOWN = 5
 
+_TRANSFORM_VERSION = "1"
+"""Goes up when `transform_pixels` makes other pixels of the same picture."""
+
+EncodedTensors: TypeAlias = dict[str, Tensor]
+_Item = TypeVar("_Item")
+_Requested = TypeVar("_Requested", contravariant=True)
 EntryValidator = Callable[[Mapping[str, Tensor]], str]
 """What is wrong with the tensors of an entry, "" if nothing."""
 
@@ -182,6 +191,133 @@ class EncoderCache:
             return read_cache_identity(TensorFile(path)) == self.identity
         except FileError:
             return False
+
+
+@dataclass(frozen=True)
+class EncoderCaches:
+    """The two caches of a run."""
+
+    latents: EncoderCache
+    texts: EncoderCache
+
+    @classmethod
+    def beside(cls, folder: str | Path, encoders: FamilyEncoders) -> EncoderCaches:
+        """The caches of these encoders in a folder.
+
+        A name in `encoders.identity` that begins with "latents." or "texts." makes entries of that kind stale only.
+        """
+        latents = {**select_encoder_identity(encoders, "latents", "texts"), "fit": _TRANSFORM_VERSION}
+        return cls(
+            EncoderCache(folder, "latents", latents),
+            EncoderCache(folder, "texts", select_encoder_identity(encoders, "texts", "latents")),
+        )
+
+
+def select_encoder_identity(encoders: FamilyEncoders, kind: str, other: str) -> dict[str, str]:
+    """The part of the encoders' identity that is about entries of one kind."""
+    named = {name.removeprefix(f"{kind}."): value for name, value in encoders.identity.items()}
+    return {name: value for name, value in named.items() if not name.startswith(f"{other}.")}
+
+
+class LruTensorCache:
+    """The entries used last, as many as fit into `limit_bytes`."""
+
+    def __init__(self, limit_bytes: int):
+        self.limit_bytes = limit_bytes
+        self.size_bytes = 0
+        self._entries: OrderedDict[str, EncodedTensors] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, digest: str) -> EncodedTensors | None:
+        """The entry of a source, if it is still here."""
+        if digest in self._entries:
+            self._entries.move_to_end(digest)
+        return self._entries.get(digest)
+
+    def put(self, digest: str, entry: EncodedTensors) -> None:
+        """Keep an entry in place of those that were not used for longest."""
+        if digest in self._entries:
+            return
+        self._entries[digest] = entry
+        self.size_bytes += count_entry_bytes(entry)
+        while self.size_bytes > self.limit_bytes:
+            _, oldest = self._entries.popitem(last=False)
+            self.size_bytes -= count_entry_bytes(oldest)
+
+
+def count_entry_bytes(entry: Mapping[str, Tensor]) -> int:
+    """The memory that an entry takes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in entry.values())
+
+
+class EntryEncoder(Protocol[_Requested]):
+    """How entries of one kind are made, told apart, and judged."""
+
+    at_once: int
+    """How many are made at once."""
+
+    def source_of(self, item: _Requested) -> CacheSource:
+        """What the entry of an item is made of."""
+        ...
+
+    def keeps(self, item: _Requested) -> bool:
+        """Whether the entry will be asked for again."""
+        ...
+
+    def fault(self, item: _Requested, entry: Mapping[str, Tensor]) -> str:
+        """What is wrong with an entry's tensors, "" if nothing."""
+        ...
+
+    def make(self, items: Sequence[_Requested]) -> list[EncodedTensors]:
+        """The entries of some items, that can be made at once."""
+        ...
+
+
+class EntryStore(Generic[_Item]):
+    """The entries of one kind: from memory, from the cache on disk, or made by the encoder and then kept."""
+
+    def __init__(self, maker: EntryEncoder[_Item], cache: EncoderCache, recent: LruTensorCache):
+        self.maker = maker
+        self.cache = cache
+        self.recent = recent
+
+    def of(self, items: Sequence[_Item]) -> list[EncodedTensors]:
+        """The entries of these items; what is neither in memory nor on the disk is made.
+
+        Raises NumericsError (CACHE-NONFINITE), FileError where a picture cannot be read or an entry not be written.
+        """
+        found = {item: self.look_up(item) for item in dict.fromkeys(items)}
+        missing = [item for item, entry in found.items() if entry is None]
+        made: dict[_Item, EncodedTensors] = {}
+        for begin in range(0, len(missing), self.maker.at_once):
+            some = missing[begin : begin + self.maker.at_once]
+            for item, entry in zip(some, self.maker.make(some), strict=True):
+                made[item] = self.keep(item, entry)
+        return [made[item] if (entry := found[item]) is None else entry for item in items]
+
+    def look_up(self, item: _Item) -> EncodedTensors | None:
+        """The entry of an item from memory or from the disk, if it is there and good."""
+        if not self.maker.keeps(item):
+            return None
+        source = self.maker.source_of(item)
+        entry = self.recent.get(source.digest)
+        if entry is None:
+            entry = self.cache.get(source, lambda tensors: self.maker.fault(item, tensors))
+            if entry is not None:
+                self.recent.put(source.digest, entry)
+        return entry
+
+    def keep(self, item: _Item, entry: EncodedTensors) -> EncodedTensors:
+        """The entry that was made, checked, and kept where it will be asked for again."""
+        source = self.maker.source_of(item)
+        if not self.maker.keeps(item):
+            check_entry_finite(self.cache.kind, source, entry, self.cache.identity)
+            return entry
+        self.cache.put(source, entry)
+        self.recent.put(source.digest, entry)
+        return entry
 
 
 def read_cache_identity(file: TensorFile) -> dict[str, str]:

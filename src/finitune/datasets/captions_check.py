@@ -14,12 +14,10 @@ from pathlib import Path
 
 from finitune.config.datasets import ResolvedSubset
 from finitune.datasets.batch_schedule import disable_augmentation
+from finitune.datasets.caption_files import UTF8_BOM, is_utf8_text, shorten_text
 from finitune.datasets.captions import CaptionContext, build_final_caption, split_tags
-from finitune.datasets.captions_read import shorten_text
-from finitune.datasets.finding_summaries import summarize_names
 from finitune.datasets.items import TrainingExample
-from finitune.datasets.lossless_fixes import UTF8_BOM, is_utf8_text
-from finitune.report import Finding, Level
+from finitune.report import Finding, Level, summarize_names
 
 _WORD_PATTERN = re.compile(r"[^\W_](?:[\w'-]*\w)?")
 _TRIGGER_WINDOW_WORDS = 3

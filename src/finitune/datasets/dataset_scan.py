@@ -19,21 +19,26 @@ from typing import TypeVar
 from PIL.Image import Image
 
 from finitune.config.datasets import ResolvedDataset, ResolvedSubset
-from finitune.datasets.captions_read import CaptionText, read_caption
-from finitune.datasets.finding_summaries import format_count, limit_findings, summarize_names
-from finitune.datasets.folder_hints import describe_empty_folder, report_nested_folders
-from finitune.datasets.folder_listing import FolderListing, build_folder_labels, build_picture_names, list_folder
+from finitune.datasets.caption_files import CaptionText, read_caption
+from finitune.datasets.folder_listing import (
+    FolderListing,
+    build_folder_labels,
+    build_picture_names,
+    describe_empty_folder,
+    list_folder,
+    report_nested_folders,
+)
 from finitune.datasets.items import TrainingExample, derive_seed
-from finitune.datasets.metadata_read import match_metadata_pictures
-from finitune.datasets.picture_files import PictureHeader, read_picture_header, read_pillow_picture
-from finitune.datasets.sidecars import find_caption_files, find_mask_files
+from finitune.datasets.picture_files import TURNED_NOTE, PictureHeader, read_picture_header, read_pillow_picture
+from finitune.datasets.pixels import PictureNote
+from finitune.datasets.sidecars import find_caption_files, find_mask_files, match_metadata_pictures
 from finitune.errors import FileError, FinituneError
 from finitune.progress import Progress
-from finitune.report import Finding, Level, Table
+from finitune.report import Finding, Level, Table, format_count, limit_findings, summarize_names
 
 _T = TypeVar("_T")
 
-DecodedImageCallback = Callable[[Path, Image, tuple[str, ...]], None]
+DecodedImageCallback = Callable[[Path, Image, tuple[PictureNote, ...]], None]
 
 _MAX_MASK_ASPECT_ERROR = 0.02
 MAX_DECODER_THREADS = 4
@@ -86,15 +91,15 @@ class DatasetFileReader:
 
     def header(self, path: Path) -> PictureHeader | None:
         """What a picture's header says, None where it cannot be read."""
-        return self._once(self.headers, read_picture_header, path)
+        return self.read_once(self.headers, read_picture_header, path)
 
     def caption(self, path: Path) -> str:
         """The text of a caption file, "" where it cannot be read."""
-        text = self._once(self.texts, read_caption, path)
+        text = self.read_once(self.texts, read_caption, path)
         self.findings += text.findings if text else ()
         return text.text if text else ""
 
-    def _once(self, known: dict[Path, _T | FileError], read: Callable[[Path], _T], path: Path) -> _T | None:
+    def read_once(self, known: dict[Path, _T | FileError], read: Callable[[Path], _T], path: Path) -> _T | None:
         if path not in known:
             try:
                 known[path] = read(path)
@@ -115,14 +120,14 @@ def scan_datasets(datasets: Sequence[ResolvedDataset], progress: Progress) -> Da
     reader = DatasetFileReader(findings=[finding for content in every for finding in content.findings])
     lacking = [f"data set {number} has no subset" for number, dataset in enumerate(contents, start=1) if not dataset]
     for message in lacking if contents else ["there is no data set"]:
-        reader.findings.append(_empty(message, "Give it a folder: [[datasets.subsets]] with image_dir."))
+        reader.findings.append(make_empty_finding(message, "Give it a folder: [[datasets.subsets]] with image_dir."))
     progress.start("pictures", sum(len(content.pictures) for content in every))
     examples: list[tuple[TrainingExample, ...]] = []
     for number, dataset in enumerate(contents, start=1):
         found = [example for content in dataset for example in build_examples(content, reader, labels, progress)]
         matched, about_repeats = balance_regularisation(found, f"data set {number}")
         examples.append(tuple(matched))
-        reader.findings += [*about_repeats, *_used_twice(dataset), *_identical(found)]
+        reader.findings += [*about_repeats, *find_repeated_folders(dataset), *find_identical_pictures(found)]
     progress.finish("pictures")
     captions = {path: file for content in every for path, file in content.captions.items() if isinstance(file, Path)}
     return DatasetScan(tuple(examples), tuple(limit_findings(reader.findings)), captions)
@@ -150,7 +155,9 @@ def list_subset_files(subset: ResolvedSubset) -> SubsetFiles:
         captions, pictures = named.captions, tuple(named.captions)
         findings += named.findings
         if not pictures:
-            findings.append(_empty(f"{subset.metadata_file} names no picture that is there", "Check its keys."))
+            findings.append(
+                make_empty_finding(f"{subset.metadata_file} names no picture that is there", "Check its keys.")
+            )
     else:
         matched = find_caption_files(subset, listing)
         captions, pictures = matched.files, listing.pictures
@@ -185,7 +192,7 @@ def build_examples(
         example = TrainingExample(path, names[path], found.size, text, content.subset, repeats, mask if seen else None)
         examples.append(example)
         if seen is not None:
-            reader.findings += _other_shape(example, seen)
+            reader.findings += check_mask_shape(example, seen)
     what = f"pictures are turned, as their EXIF says ({len(turned)})"
     reader.findings += summarize_names(Level.NOTE, "PICTURE-TURNED", str(content.subset.image_dir or ""), what, turned)
     return examples
@@ -203,7 +210,9 @@ def balance_regularisation(
         return list(examples), []
     wanted = sum(example.repeats for example in examples if not example.subset.is_reg)
     if not wanted:
-        return [], [_empty(f"{subject} holds regularisation pictures only", "Give it a subset without is_reg.")]
+        return [], [
+            make_empty_finding(f"{subject} holds regularisation pictures only", "Give it a subset without is_reg.")
+        ]
     repeats = iter(compute_matched_repeats(wanted, [example.repeats for example in regular]))
     matched = [replace(one, repeats=next(repeats)) if one.subset.is_reg else one for one in examples]
     unused = [example.name for example in matched if not example.repeats]
@@ -243,7 +252,7 @@ def verify_pictures(
     jobs |= {(one.mask, "white"): f"mask of {one.name}" for one in examples if one.mask is not None}
     progress.start("decoding", len(jobs))
 
-    def decode(job: tuple[Path, str]) -> tuple[str, ...] | FinituneError:
+    def decode(job: tuple[Path, str]) -> tuple[PictureNote, ...] | FinituneError:
         try:
             picture, notes = read_pillow_picture(*job)
             if look is not None:
@@ -261,12 +270,11 @@ def verify_pictures(
     noted: dict[str, list[str]] = defaultdict(list)
     for name, result in zip(jobs.values(), results, strict=True):
         for note in () if isinstance(result, FinituneError) else result:
-            kind, _, detail = note.partition(": ")
-            noted[kind].append(f"{name} ({detail})" if detail else name)
+            noted[note.what].append(f"{name} ({note.detail})" if note.detail else name)
     notes = [
         finding
         for kind, names in noted.items()
-        if kind != "turned"  # scan has told it
+        if kind != TURNED_NOTE  # the scan has told it
         for finding in summarize_names(Level.NOTE, "PICTURE-NOTE", kind, f"{kind} ({len(names)})", names)
     ]
     return [*limit_findings(errors), *notes]  # a note is about all pictures of its kind already
@@ -304,26 +312,26 @@ def build_dataset_summary(found: DatasetScan) -> Table:
                     str(number),
                     f"{folder} (regularisation)" if regular else folder,
                     str(len(inside)),
-                    _range(*map(str, (repeats[0], repeats[-1]))),
+                    format_range(*map(str, (repeats[0], repeats[-1]))),
                     str(figures["appearances"]),
                     str(figures["captions"]),
                     str(figures["masks"]),
-                    _range(str(figures["smallest"]), str(figures["largest"])),
+                    format_range(str(figures["smallest"]), str(figures["largest"])),
                 )
             )
     columns = ("data set", "folder", "pictures", "repeats", "appearances", "captions", "masks", "sizes")
     return Table("pictures", columns, tuple(rows))
 
 
-def _range(low: str, high: str) -> str:
+def format_range(low: str, high: str) -> str:
     return low if low == high else f"{low} .. {high}"
 
 
-def _empty(message: str, remedy: str) -> Finding:
+def make_empty_finding(message: str, remedy: str) -> Finding:
     return Finding(Level.ERROR, "DATASET-EMPTY", "datasets", message, {}, remedy)
 
 
-def _other_shape(example: TrainingExample, mask: PictureHeader) -> list[Finding]:
+def check_mask_shape(example: TrainingExample, mask: PictureHeader) -> list[Finding]:
     """The error that a mask has another shape than its picture, as seen."""
     (width, height), (mask_width, mask_height) = example.size, mask.size
     off = abs(mask_width * height / (mask_height * width) - 1)
@@ -338,7 +346,7 @@ def _other_shape(example: TrainingExample, mask: PictureHeader) -> list[Finding]
     return [Finding(Level.ERROR, "MASK-SHAPE", str(example.mask), message, evidence, remedy)]
 
 
-def _used_twice(contents: Sequence[SubsetFiles]) -> list[Finding]:
+def find_repeated_folders(contents: Sequence[SubsetFiles]) -> list[Finding]:
     """The warning that a folder stands in one data set twice."""
     folders = [c.subset.image_dir.resolve() for c in contents if c.subset.image_dir and not c.subset.metadata_file]
     twice = sorted({str(folder) for folder in folders if folders.count(folder) > 1})
@@ -348,7 +356,7 @@ def _used_twice(contents: Sequence[SubsetFiles]) -> list[Finding]:
     )
 
 
-def _identical(examples: Sequence[TrainingExample]) -> list[Finding]:
+def find_identical_pictures(examples: Sequence[TrainingExample]) -> list[Finding]:
     """The warning that files of other names have the same bytes."""
     names = {example.path: example.name for example in examples}
     by_size: dict[int, list[Path]] = defaultdict(list)

@@ -1,7 +1,8 @@
 """What lies in a folder, in the same order on every system, and what its names will do to other systems.
 
 Order is that of the code points of the names in NFC, whatever the file system's own order and spelling. Hidden files
-count as absent. Folders inside are not entered: they are subsets of their own (see `layout`).
+count as absent. Folders inside are not entered: they are subsets of their own, and where the wrong
+level of a tree was given, the pictures lie one level further down, which is told.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from unicodedata import normalize
 
-from finitune.datasets.finding_summaries import format_count, summarize_names
-from finitune.datasets.picture_signatures import PICTURE_FORMAT_BY_EXTENSION, UNSUPPORTED_PICTURE_EXTENSIONS
+from finitune.config.datasets import parse_numbered_folder
+from finitune.datasets.picture_formats import PICTURE_FORMAT_BY_EXTENSION, UNSUPPORTED_PICTURE_EXTENSIONS
 from finitune.errors import suggest_nearest_name
-from finitune.report import Finding, Level
+from finitune.report import Finding, Level, format_count, format_first_names, summarize_names
 
 _MAX_NAME_BYTES = 240
 _RESERVED_NAME_PATTERN = re.compile(r"(con|prn|aux|nul|com[1-9]|lpt[1-9])(\..*)?", re.IGNORECASE)
@@ -54,7 +55,7 @@ def list_folder(folder: Path, option: str = "image_dir") -> FolderListing:
     unsayable = [ascii(path.name) for path in visible if not is_printable_name(path.name)]
     what = f"{format_count(len(unsayable), 'name')} in {folder} cannot be read as text, so the files are left out"
     findings = summarize_names(Level.ERROR, "NAME-NOT-TEXT", str(folder), what, unsayable, "Rename them.")
-    return FolderListing(folder, pictures, others, folders, (*findings, *_about_names(folder, pictures, others)))
+    return FolderListing(folder, pictures, others, folders, (*findings, *check_file_names(folder, pictures, others)))
 
 
 def describe_missing_folder(folder: Path, option: str) -> Finding | None:
@@ -143,7 +144,7 @@ def group_equal_names(paths: Iterable[Path], key: Callable[[Path], object]) -> l
     return [" = ".join(group) for group in groups.values() if len(group) > 1]
 
 
-def _about_names(folder: Path, pictures: Sequence[Path], others: Sequence[Path]) -> list[Finding]:
+def check_file_names(folder: Path, pictures: Sequence[Path], others: Sequence[Path]) -> list[Finding]:
     """Warnings about names that are alike, or that some system does not take."""
     names = [path.name for path in pictures]
     stems = list({path.stem: path for path in pictures}.values())
@@ -193,3 +194,33 @@ def _about_names(folder: Path, pictures: Sequence[Path], others: Sequence[Path])
 
 def _stem(path: Path) -> str:
     return path.stem
+
+
+def describe_empty_folder(listing: FolderListing) -> Finding:
+    """The error that a subset's folder holds no pictures, with the level at which they lie."""
+    inside = list_picture_folders(listing)
+    subject = str(listing.folder)
+    if not inside:
+        endings = sorted({path.suffix.lower() or path.name for path in listing.others})
+        remedy = f"Its files end with {format_first_names(endings)}." if endings else "Put pictures into it."
+        return Finding(Level.ERROR, "DATASET-EMPTY", subject, f"{subject} holds no pictures", {}, remedy)
+    names = [folder.name for folder in inside]
+    evidence: dict[str, object] = {"count": len(names), "first": names[:5]}
+    message = f"{subject} holds no pictures itself, but folders with pictures: {format_first_names(names)}"
+    repeats = parse_numbered_folder(names[0])
+    each = f"image_dir = {str(inside[0])!r}" + (f", num_repeats = {repeats[0]}" if repeats else "")
+    remedy = f"Give each a subset of its own ({each})"
+    remedy += f", or give the folder as train_data_dir = {subject!r}." if repeats else "."
+    return Finding(Level.ERROR, "DATASET-EMPTY", subject, message, evidence, remedy)
+
+
+def report_nested_folders(listing: FolderListing) -> list[Finding]:
+    """The warning that pictures in folders inside a subset's folder are not used."""
+    names = [folder.name for folder in list_picture_folders(listing)]
+    what = f"folders with pictures inside {listing.folder} are not entered ({len(names)})"
+    remedy = "Give each a subset of its own."
+    return summarize_names(Level.WARNING, "DATASET-FOLDER-IGNORED", str(listing.folder), what, names, remedy)
+
+
+def list_picture_folders(listing: FolderListing) -> list[Path]:
+    return [folder for folder in listing.folders if count_pictures(folder)]

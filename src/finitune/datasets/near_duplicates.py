@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from finitune.datasets.finding_summaries import summarize_names
 from finitune.datasets.picture_files import WRONG_EXTENSION_NOTE
-from finitune.datasets.pixels import Float32Array, UInt8Array
-from finitune.report import Finding, Level
+from finitune.datasets.pixels import Float32Array, PictureNote, UInt8Array
+from finitune.report import Finding, Level, summarize_names
 
 _THUMBNAIL_SIDE = 32
 _DCT_SIZE = 8
@@ -43,13 +42,12 @@ class NearDuplicateFinder:
     misnamed: dict[Path, str] = field(default_factory=dict)
     """The kind of each picture whose name says another one."""
 
-    def __call__(self, path: Path, picture: Image.Image, notes: tuple[str, ...]) -> None:
+    def __call__(self, path: Path, picture: Image.Image, notes: tuple[PictureNote, ...]) -> None:
         """Keep a small version, uint8 (32, 32), and what the file is if its name says otherwise."""
         self.small[path] = make_grey_thumbnail(picture)
         for note in notes:
-            what, _, kind = note.partition(": ")
-            if what == WRONG_EXTENSION_NOTE:
-                self.misnamed[path] = kind
+            if note.what == WRONG_EXTENSION_NOTE:
+                self.misnamed[path] = note.detail
 
     def findings(self, names: Mapping[Path, str]) -> list[Finding]:
         """What is told of the pictures with these names: those that look alike, and those that show nothing."""

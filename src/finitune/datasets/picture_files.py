@@ -20,12 +20,12 @@ import imagesize
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from finitune.datasets.items import PixelSize
-from finitune.datasets.picture_signatures import (
+from finitune.datasets.picture_formats import (
     PICTURE_FORMAT_BY_EXTENSION,
     describe_non_picture,
     detect_picture_format,
 )
-from finitune.datasets.pixels import Float32Array, UInt8Array, composite_on_background, extract_pixel_layer
+from finitune.datasets.pixels import Float32Array, PictureNote, UInt8Array, composite_on_background, extract_pixel_layer
 from finitune.errors import FileError
 from finitune.files.sniff import get_file_size, make_unreadable_file_error, peek_bytes
 
@@ -49,7 +49,7 @@ _IMAGESIZE_FORMATS = ("PNG", "JPEG", "WEBP", "TIFF")
 
 _MAX_EXIF_BYTES = 1 << 20
 WRONG_EXTENSION_NOTE = "another kind than its name says"
-"""How the note of a misnamed picture begins."""
+TURNED_NOTE = "turned"
 _DECODER_ERRORS = (
     OSError,
     SyntaxError,
@@ -90,12 +90,12 @@ class DecodedPicture:
     """A picture as seen, in sRGB.
 
     `pixels` uint8 (H, W, 3), transparent parts laid on the background; `alpha` float32 (H, W) in 0 .. 1, None where
-    nothing is transparent. `notes` tell what was done, each as "kind" or "kind: details".
+    nothing is transparent. `notes` tell what was done.
     """
 
     pixels: UInt8Array
     alpha: Float32Array | None
-    notes: tuple[str, ...] = ()
+    notes: tuple[PictureNote, ...] = ()
 
     @property
     def size(self) -> PixelSize:
@@ -116,14 +116,14 @@ def read_picture_header(path: Path) -> PictureHeader:
     start = peek_bytes(path)
     kind = identify_picture_format(path, start)
     try:
-        found = _measured(path, kind, start) if kind in _IMAGESIZE_FORMATS else None
+        found = measure_picture_header(path, kind, start) if kind in _IMAGESIZE_FORMATS else None
     except _DECODER_ERRORS:
         found = None  # imagesize knows less than Pillow, which has the last word
     if found is None or min(found.stored) < 0:
         with open_picture(path, kind) as (image, _):
             turned = kind != "TIFF"  # Pillow tells the size of a TIFF as seen
-            found = PictureHeader(kind, image.size, _orientation(image) if turned else 1)
-    _check_size(path, found.stored)
+            found = PictureHeader(kind, image.size, get_exif_orientation(image) if turned else 1)
+    check_picture_size(path, found.stored)
     return found
 
 
@@ -138,7 +138,7 @@ def read_picture(path: Path, background: str = "white") -> DecodedPicture:
     return DecodedPicture(layer.colours, layer.alpha, (*notes, *layer.notes))
 
 
-def read_pillow_picture(path: Path, background: str = "white") -> tuple[Image.Image, tuple[str, ...]]:
+def read_pillow_picture(path: Path, background: str = "white") -> tuple[Image.Image, tuple[PictureNote, ...]]:
     """The picture of `read_picture` as Pillow's, and its notes; quicker where it is plain RGB or grey already.
 
     Raises what `read_picture` does.
@@ -150,16 +150,16 @@ def read_pillow_picture(path: Path, background: str = "white") -> tuple[Image.Im
     return Image.fromarray(layer.colours), (*notes, *layer.notes)
 
 
-def decode_picture(path: Path) -> tuple[Image.Image, tuple[str, ...]]:
+def decode_picture(path: Path) -> tuple[Image.Image, tuple[PictureNote, ...]]:
     """All of a picture as Pillow reads it, turned as EXIF says, and notes of what was done."""
     expected = read_picture_header(path)
     with open_picture(path, expected.kind) as (image, notes):
         if PICTURE_FORMAT_BY_EXTENSION.get(path.suffix.lower()) not in (None, expected.kind):
-            notes.append(f"{WRONG_EXTENSION_NOTE}: {expected.kind}")
-        notes += _told_of(image)
-        image = _turned(image, notes)
+            notes.append(PictureNote(WRONG_EXTENSION_NOTE, expected.kind))
+        notes += list_picture_notes(image)
+        image = apply_exif_orientation(image, notes)
     if image.size != expected.size:
-        raise _damaged(path, f"the header says {expected.size}, but {image.size} was decoded")
+        raise make_damage_error(path, f"the header says {expected.size}, but {image.size} was decoded")
     return image, tuple(notes)
 
 
@@ -167,14 +167,18 @@ def identify_picture_format(path: Path, start: bytes) -> str:
     """Pillow's name of the kind of picture whose first bytes are given; raises FileError if it is none, or not read."""
     size = get_file_size(path)
     if not start:
-        raise _refusal(path, "PICTURE-EMPTY", "is empty", "Download or export it again.", size_bytes=size)
+        raise make_picture_error(path, "PICTURE-EMPTY", "is empty", "Download or export it again.", size_bytes=size)
     kind = detect_picture_format(start)
     if kind is None:
         what, remedy = describe_non_picture(start)
-        raise _refusal(path, "PICTURE-NOT-A-PICTURE", f"is no picture but {what}", remedy, size_bytes=size, is_=what)
+        raise make_picture_error(
+            path, "PICTURE-NOT-A-PICTURE", f"is no picture but {what}", remedy, size_bytes=size, is_=what
+        )
     if kind not in list_picture_decoders():
         remedy = "Save it as PNG, or install a Pillow with a decoder for it."
-        raise _refusal(path, "PICTURE-NO-DECODER", f"is {kind}, which this Pillow does not read", remedy, kind=kind)
+        raise make_picture_error(
+            path, "PICTURE-NO-DECODER", f"is {kind}, which this Pillow does not read", remedy, kind=kind
+        )
     return kind
 
 
@@ -185,40 +189,42 @@ def list_picture_decoders() -> frozenset[str]:
 
 
 @contextmanager
-def open_picture(path: Path, kind: str) -> Iterator[tuple[Image.Image, list[str]]]:
+def open_picture(path: Path, kind: str) -> Iterator[tuple[Image.Image, list[PictureNote]]]:
     """A picture that Pillow has opened, and a list for notes that holds its warnings; what fails becomes FileError."""
-    notes: list[str] = []
+    notes: list[PictureNote] = []
     try:
         with path.open("rb") as stream:
             with capture_warnings(notes):
                 image = Image.open(stream, formats=(kind,))
             yield image, notes
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise _refusal(path, "PICTURE-BOMB", "is larger than Pillow's limit", _SMALLER, pillow=str(error)) from error
+        raise make_picture_error(
+            path, "PICTURE-BOMB", "is larger than Pillow's limit", _SMALLER, pillow=str(error)
+        ) from error
     except UnidentifiedImageError as error:
-        raise _damaged(path, "Pillow cannot make out its header") from error
+        raise make_damage_error(path, "Pillow cannot make out its header") from error
     except _DECODER_ERRORS as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise make_unreadable_file_error(path, error) from error
         if "MAX_TEXT" in str(error):
-            raise _refusal(
+            raise make_picture_error(
                 path,
                 "PICTURE-TEXT-CHUNK",
                 "holds a text or a colour profile that is huge when unpacked",
                 "Save it without metadata (exiftool -all= FILE removes them).",
                 pillow=str(error),
             ) from error
-        raise _damaged(path, str(error) or type(error).__name__) from error
+        raise make_damage_error(path, str(error) or type(error).__name__) from error
 
 
 @contextmanager
-def capture_warnings(notes: list[str]) -> Iterator[None]:
+def capture_warnings(notes: list[PictureNote]) -> Iterator[None]:
     """Python's warnings, as notes; Pillow's warning of a huge picture is an error."""
     with _WARNINGS_LOCK, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         yield
-    notes += dict.fromkeys(f"Pillow: {' '.join(str(warning.message).split())}" for warning in caught)
+    notes += dict.fromkeys(PictureNote("Pillow", " ".join(str(warning.message).split())) for warning in caught)
 
 
 def read_exif_orientation(exif: bytes) -> int:
@@ -235,25 +241,25 @@ def read_exif_orientation(exif: bytes) -> int:
     return turned if turned in _TRANSPOSE_BY_ORIENTATION else 1
 
 
-def _orientation(image: Image.Image) -> int:
+def get_exif_orientation(image: Image.Image) -> int:
     """That of an opened picture, from its EXIF block alone: viewers do not follow XMP."""
     return read_exif_orientation(image.info.get("exif", b""))
 
 
-def _measured(path: Path, kind: str, start: bytes) -> PictureHeader:
+def measure_picture_header(path: Path, kind: str, start: bytes) -> PictureHeader:
     """The header by imagesize, which reads no EXIF of PNG and WebP."""
     info = imagesize.get_info(path, dpi=False, colors=False, channels=False, exif_rotation=False)
     orientation = info.rotation
     if kind == "PNG" or (kind == "WEBP" and start[12:16] == b"VP8X" and start[20] & 8):
         with path.open("rb") as stream:
-            exif = _exif_of_png(stream) if kind == "PNG" else _exif_of_webp(stream)
+            exif = read_png_exif(stream) if kind == "PNG" else read_webp_exif(stream)
         orientation = read_exif_orientation(exif)
     return PictureHeader(
         kind, (info.width, info.height), orientation if orientation in _TRANSPOSE_BY_ORIENTATION else 1
     )
 
 
-def _exif_of_png(stream: BinaryIO) -> bytes:
+def read_png_exif(stream: BinaryIO) -> bytes:
     """The eXIf chunk, which may stand behind the pixels, or b"". Source: PNG 3rd edition, 5.3 and 11.3.4.5."""
     stream.seek(8)
     while len(start := stream.read(8)) == 8 and start[4:] != b"IEND":
@@ -264,7 +270,7 @@ def _exif_of_png(stream: BinaryIO) -> bytes:
     return b""
 
 
-def _exif_of_webp(stream: BinaryIO) -> bytes:
+def read_webp_exif(stream: BinaryIO) -> bytes:
     """The EXIF chunk, or b"". Source: RFC 9649, 2.3 and 2.7.1.5."""
     stream.seek(12)
     while len(start := stream.read(8)) == 8:
@@ -275,18 +281,18 @@ def _exif_of_webp(stream: BinaryIO) -> bytes:
     return b""
 
 
-def _told_of(image: Image.Image) -> list[str]:
+def list_picture_notes(image: Image.Image) -> list[PictureNote]:
     """What can be told of a picture before its pixels are read."""
     notes = []
     if getattr(image, "is_animated", False):
-        notes.append("several frames: the first one is taken")
+        notes.append(PictureNote("several frames", "the first one is taken"))
     # Pillow reads 16-bit colour as the raw modes "RGB;16B", "RGBA;16B" and so on; 16-bit grey is told of elsewhere.
     if ";16" in str(getattr(image, "tile", ())[:1]) and not image.mode.startswith("I"):
-        notes.append("16 bits: the high byte of each value is taken")
+        notes.append(PictureNote("16 bits", "the high byte of each value is taken"))
     return notes
 
 
-def _turned(image: Image.Image, notes: list[str]) -> Image.Image:
+def apply_exif_orientation(image: Image.Image, notes: list[PictureNote]) -> Image.Image:
     """The decoded picture as seen. Pillow turns TIFF itself, and warns of it while it decodes."""
     if image.format == "TIFF":
         with capture_warnings(notes):
@@ -294,20 +300,22 @@ def _turned(image: Image.Image, notes: list[str]) -> Image.Image:
             image.load()
     else:
         image.load()
-        turn = _orientation(image)
+        turn = get_exif_orientation(image)
     if turn not in _TRANSPOSE_BY_ORIENTATION:
         return image
-    notes.append(f"turned: as EXIF orientation {turn} says")
+    notes.append(PictureNote(TURNED_NOTE, f"as EXIF orientation {turn} says"))
     return image if image.format == "TIFF" else image.transpose(_TRANSPOSE_BY_ORIENTATION[turn])
 
 
-def _check_size(path: Path, size: PixelSize) -> None:
+def check_picture_size(path: Path, size: PixelSize) -> None:
     width, height = size
     if width <= 0 or height <= 0:
-        raise _refusal(path, "PICTURE-EMPTY", f"is {width} x {height}: it has no pixels", "Export it again.", size=size)
+        raise make_picture_error(
+            path, "PICTURE-EMPTY", f"is {width} x {height}: it has no pixels", "Export it again.", size=size
+        )
     limit = min(MAX_PICTURE_PIXELS, Image.MAX_IMAGE_PIXELS or MAX_PICTURE_PIXELS)
     if width * height > limit:
-        raise _refusal(
+        raise make_picture_error(
             path,
             "PICTURE-BOMB",
             f"claims {width} x {height} pixels; the limit is {limit}",
@@ -321,8 +329,8 @@ def _check_size(path: Path, size: PixelSize) -> None:
 _SMALLER = "If it is a true picture, scale it down: training needs a few million pixels at most."
 
 
-def _damaged(path: Path, why: str) -> FileError:
-    return _refusal(
+def make_damage_error(path: Path, why: str) -> FileError:
+    return make_picture_error(
         path,
         "PICTURE-TRUNCATED",
         f"is damaged or cut off: {why}",
@@ -332,6 +340,6 @@ def _damaged(path: Path, why: str) -> FileError:
     )
 
 
-def _refusal(path: Path, code: str, what: str, remedy: str, **evidence: object) -> FileError:
+def make_picture_error(path: Path, code: str, what: str, remedy: str, **evidence: object) -> FileError:
     told = {name.rstrip("_"): value for name, value in evidence.items()}
     return FileError(f"{path} {what}", code=code, subject=str(path), evidence=told, remedy=remedy)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,13 +33,23 @@ _PROFILE_MODES_BY_COLOR_SPACE = {
 """By the colours that a profile is for: the mode it is given, and the modes that are turned into that one."""
 
 
+class PictureNote(NamedTuple):
+    """One thing that was done to a picture on reading it, and its details, if any."""
+
+    what: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.detail}" if self.detail else self.what
+
+
 @dataclass(frozen=True)
 class PixelLayer:
     """Colours uint8 (H, W, 3), alpha float32 (H, W) in 0 .. 1 or None, and notes of what was done."""
 
     colours: UInt8Array
     alpha: Float32Array | None
-    notes: tuple[str, ...] = ()
+    notes: tuple[PictureNote, ...] = ()
 
 
 def extract_pixel_layer(image: Image.Image, path: Path) -> PixelLayer:
@@ -48,11 +58,11 @@ def extract_pixel_layer(image: Image.Image, path: Path) -> PixelLayer:
     Raises FileError: PICTURE-NONFINITE for NaN or infinity, PICTURE-MODE for colours without a way to RGB.
     """
     if image.mode == "I" or image.mode.startswith("I;16"):
-        return _of_integers(image)
+        return convert_integer_pixels(image)
     if image.mode == "F":
-        return _of_floats(image, path)
+        return convert_float_pixels(image, path)
     try:
-        return _of_colours(image)
+        return convert_color_pixels(image)
     except (ValueError, ImportError) as error:  # LAB needs LittleCMS
         raise FileError(
             f"{path}: its colours ({image.mode}) cannot be turned into RGB",
@@ -76,7 +86,7 @@ def composite_on_background(layer: PixelLayer, background: str) -> PixelLayer:
     opacity = layer.alpha[..., None]
     mixed = np.rint(layer.colours * opacity + ground * (1 - opacity)).astype(np.uint8)
     share = 100 * float(1 - layer.alpha.mean())
-    note = f"transparent: {share:.3g} % of it, laid on {background}"
+    note = PictureNote("transparent", f"{share:.3g} % of it, laid on {background}")
     return PixelLayer(mixed, layer.alpha, (*layer.notes, note))
 
 
@@ -93,18 +103,18 @@ def parse_background_color(name: str) -> tuple[int, int, int]:
         ) from error
 
 
-def _of_integers(image: Image.Image) -> PixelLayer:
+def convert_integer_pixels(image: Image.Image) -> PixelLayer:
     """Grey of 16 bits; what a 32-bit file holds beyond them is cut."""
     values = np.asarray(image).astype(np.int64)
     alpha = None
     if isinstance(key := image.info.get("transparency"), int):
         alpha = (values != key).astype(np.float32)
     beyond = int(((values < 0) | (values > 65535)).sum())
-    note = "16 bits: divided by 257" + (f", {beyond} values beyond were cut" if beyond else "")
-    return PixelLayer(_grey(values.clip(0, 65535) / 257), alpha, (note,))
+    note = PictureNote("16 bits", "divided by 257" + (f", {beyond} values beyond were cut" if beyond else ""))
+    return PixelLayer(repeat_grey_channel(values.clip(0, 65535) / 257), alpha, (note,))
 
 
-def _of_floats(image: Image.Image, path: Path) -> PixelLayer:
+def convert_float_pixels(image: Image.Image, path: Path) -> PixelLayer:
     values = np.asarray(image)
     finite = np.isfinite(values)
     if not finite.all():
@@ -117,16 +127,16 @@ def _of_floats(image: Image.Image, path: Path) -> PixelLayer:
             remedy="Mend it where it was made, or save it with 8 or 16 bits.",
         )
     beyond = int(((values < 0) | (values > 1)).sum())
-    note = "floats: 0 .. 1 became 0 .. 255" + (f", {beyond} values beyond were cut" if beyond else "")
-    return PixelLayer(_grey(values.clip(0, 1) * np.float32(255)), None, (note,))
+    note = PictureNote("floats", "0 .. 1 became 0 .. 255" + (f", {beyond} values beyond were cut" if beyond else ""))
+    return PixelLayer(repeat_grey_channel(values.clip(0, 1) * np.float32(255)), None, (note,))
 
 
-def _grey(values: NDArray[Any]) -> UInt8Array:
+def repeat_grey_channel(values: NDArray[Any]) -> UInt8Array:
     """Three equal channels of values in 0 .. 255."""
     return np.repeat(np.rint(values).astype(np.uint8)[..., None], 3, axis=2)
 
 
-def _of_colours(image: Image.Image) -> PixelLayer:
+def convert_color_pixels(image: Image.Image) -> PixelLayer:
     """Everything of 8 bits a channel; raises ValueError where Pillow knows no way to RGB."""
     alpha = None
     if image.mode in _ALPHA_MODES or "transparency" in image.info:
@@ -134,27 +144,27 @@ def _of_colours(image: Image.Image) -> PixelLayer:
         alpha = np.array(straight.getchannel("A"), np.float32)
         alpha /= 255
         image = straight.convert("L" if image.mode in ("LA", "La", "L") else "RGB")
-    notes = ["CMYK: turned into RGB"] if image.mode == "CMYK" else []
+    notes = [PictureNote("CMYK", "turned into RGB")] if image.mode == "CMYK" else []
     if profile := image.info.get("icc_profile"):
         image, note = convert_to_srgb(image, profile)
         notes += [note] if note else []
     return PixelLayer(np.array(image.convert("RGB")), alpha, tuple(notes))
 
 
-def convert_to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, str]:
-    """The picture in sRGB, where its profile is another one and fits its mode; and a note of what was done, or ""."""
+def convert_to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, PictureNote | None]:
+    """The picture in sRGB, where its profile is another one and fits its mode; and a note of what was done."""
     if not features.check("littlecms2"):
-        return image, "colour profile: not looked at, as this Pillow lacks LittleCMS"
+        return image, PictureNote("colour profile", "not looked at, as this Pillow lacks LittleCMS")
     from PIL import ImageCms
 
     try:
         source: Any = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         name = ImageCms.getProfileDescription(source).strip()
         if "srgb" in name.lower():
-            return image, ""
+            return image, None
         taken, modes = _PROFILE_MODES_BY_COLOR_SPACE.get(source.profile.xcolor_space, ("", ()))
         if image.mode not in modes:
-            return image, f"colour profile: {name} does not fit its mode {image.mode} and is not used"
+            return image, PictureNote("colour profile", f"{name} does not fit its mode {image.mode} and is not used")
         done = ImageCms.profileToProfile(
             image.convert(taken),
             source,
@@ -164,6 +174,6 @@ def convert_to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, st
             flags=ImageCms.Flags.BLACKPOINTCOMPENSATION,
         )
     except (ImageCms.PyCMSError, OSError, ValueError):
-        return image, "colour profile: it cannot be read and is not used"
+        return image, PictureNote("colour profile", "it cannot be read and is not used")
     assert done is not None  # only an in-place conversion returns nothing
-    return done, f"colour profile: turned from {name} into sRGB"
+    return done, PictureNote("colour profile", f"turned from {name} into sRGB")

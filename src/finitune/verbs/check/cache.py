@@ -13,10 +13,10 @@ from finitune.datasets.cache import (
     MAX_CACHE_NAMES_SHOWN,
     CacheSource,
     EncoderCache,
+    EncoderCaches,
     describe_identity_change,
     read_cache_identity,
 )
-from finitune.datasets.latent_store import EncoderCaches
 from finitune.errors import FileError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import is_abandoned_file

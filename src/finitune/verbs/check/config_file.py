@@ -17,13 +17,24 @@ from rapidfuzz import fuzz
 
 from finitune.config.imported_config import ImportedConfig, ImportedKey, KeyStatus
 from finitune.config.inspection import ConfigInspection, format_table_header
-from finitune.config.option_placement import SECTION_BY_HEADER
-from finitune.config.option_types import NUMBER_AS_TEXT_CODE, list_union_members, parse_readable_number
+from finitune.config.option_types import (
+    NUMBER_AS_TEXT_CODE,
+    SECTION_BY_HEADER,
+    list_union_members,
+    parse_readable_number,
+)
 from finitune.config.read import locate_nothing, reject_foreign_config
 from finitune.config.schema import TrainConfig
-from finitune.config.toml_edit import find_key_line, parse_key_path, rename_toml_key, unquote_toml_value
-from finitune.config.toml_text import KeyLocator, format_key_path, read_config_text, read_toml
-from finitune.datasets.finding_summaries import summarize_names
+from finitune.config.toml_text import (
+    KeyLocator,
+    find_key_line,
+    format_key_path,
+    parse_key_path,
+    read_config_text,
+    read_toml,
+    rename_toml_key,
+    unquote_toml_value,
+)
 from finitune.errors import FinituneError, UsageError
 from finitune.files.writer import write_text
 from finitune.importers.config_signatures import (
@@ -36,7 +47,7 @@ from finitune.importers.config_signatures import (
 from finitune.importers.foreign_text import read_foreign_text
 from finitune.importers.mapping import iterate_config_leaves
 from finitune.importers.recognise import read_foreign_config, recognise_config_kind
-from finitune.report import Finding, Level, Report
+from finitune.report import Finding, Level, Report, summarize_names
 from finitune.verbs.check.request import UNNAMED_PLACEHOLDER, FileFix, Request
 
 _TEXT_READ_AS_NOTE = "text in the file; read as"

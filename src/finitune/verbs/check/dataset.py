@@ -20,13 +20,21 @@ from finitune.datasets.buckets import (
     compute_enlargement,
     place_examples,
 )
+from finitune.datasets.caption_files import (
+    UTF8_BOM,
+    convert_to_utf8,
+    ensure_utf8,
+    normalize_line_ends,
+    remove_bom,
+    rewrite_file,
+    shorten_text,
+)
 from finitune.datasets.captions_check import (
     CaptionTruncator,
     check_caption_bytes,
     check_caption_lengths,
     check_captions,
 )
-from finitune.datasets.captions_read import shorten_text
 from finitune.datasets.dataset_scan import (
     DatasetScan,
     build_dataset_summary,
@@ -34,28 +42,18 @@ from finitune.datasets.dataset_scan import (
     split_validation,
     verify_pictures,
 )
-from finitune.datasets.finding_summaries import summarize_names
 from finitune.datasets.folder_listing import count_pictures
 from finitune.datasets.items import TrainingExample
-from finitune.datasets.lossless_fixes import (
-    UTF8_BOM,
-    convert_to_utf8,
-    ensure_utf8,
-    find_matching_name,
-    normalize_line_ends,
-    remove_bom,
-    rename_to_format,
-    rewrite_file,
-)
 from finitune.datasets.near_duplicates import NearDuplicateFinder
 from finitune.datasets.picture_files import WRONG_EXTENSION_NOTE
+from finitune.datasets.picture_formats import find_matching_name, rename_to_format
 from finitune.errors import FinituneError
 from finitune.importers.kohya_folders import build_subset_options, scan_kohya_folder
 from finitune.models.anima.encode import AnimaEncoders
 from finitune.models.anima.folders import load_tokenizers
 from finitune.models.anima.load import AnimaParts
 from finitune.progress import Progress
-from finitune.report import Finding, Level, Report, Table
+from finitune.report import Finding, Level, Report, Table, summarize_names
 from finitune.verbs.check.config_file import open_checked_config
 from finitune.verbs.check.request import UNNAMED_PLACEHOLDER, FileFix, Request, sort_findings_by_level
 from finitune.verbs.shared.model import resolve_model_path

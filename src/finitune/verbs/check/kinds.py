@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from finitune.datasets.cache import CACHE_KEY_DIGITS, CACHE_SOURCE_DIGITS
-from finitune.datasets.picture_signatures import (
+from finitune.datasets.picture_formats import (
     PICTURE_FORMAT_BY_EXTENSION,
     UNSUPPORTED_PICTURE_EXTENSIONS,
     detect_picture_format,

@@ -41,7 +41,7 @@ def check_picture(path: Path, request: Request, report: Report, progress: Progre
     report.figures.update(kind="picture", format=kind, width=picture.size[0], height=picture.size[1])
     report_picture_verdict(picture, made, path, report)
     if picture.notes:
-        report.figures["notes"] = list(picture.notes)
+        report.figures["notes"] = [str(note) for note in picture.notes]
     if made is None:
         report.add(
             Level.NOTE,

@@ -99,7 +99,7 @@ def build_encoded_loader(
     progress: Progress,
 ) -> ScheduledLoader:
     """Encode all pictures and captions of a course that no cache has yet; what came of it is in the report."""
-    from finitune.datasets.latent_store import EncoderCaches
+    from finitune.datasets.cache import EncoderCaches
     from finitune.datasets.loader import BatchLoader, LoaderOptions
 
     options = LoaderOptions(

@@ -5,6 +5,9 @@ The bytes decide, never the name: a JPEG named .png is a JPEG, and a web page na
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from finitune.errors import FileError
 from finitune.files.sniff import is_safetensors_start, is_utf8_bytes, parse_lfs_pointer
 
 PICTURE_FORMAT_BY_EXTENSION = {
@@ -20,6 +23,11 @@ PICTURE_FORMAT_BY_EXTENSION = {
     ".jxl": "JXL",
 }
 """The endings that are taken for pictures, and Pillow's name of the kind that each promises."""
+
+_EXTENSION_BY_PICTURE_FORMAT = {
+    kind: ending for ending, kind in PICTURE_FORMAT_BY_EXTENSION.items() if ending not in (".jpeg", ".tiff")
+}
+"""The usual ending of each kind of picture."""
 
 UNSUPPORTED_PICTURE_EXTENSIONS = frozenset(
     {".heic", ".heif", ".psd", ".jp2", ".svg", ".cr2", ".nef", ".arw", ".dng", ".raw"}
@@ -88,3 +96,35 @@ def describe_non_picture(start: bytes) -> tuple[str, str]:
     if is_utf8_bytes(start):
         return ("JSON text, often of an error" if text.startswith((b"{", b"[")) else "plain text"), _DOWNLOAD_AGAIN
     return f"of an unknown kind (it starts with {start[:8].hex(' ')})", _DOWNLOAD_AGAIN
+
+
+def find_matching_name(path: Path, kind: str) -> Path | None:
+    """A picture's name with the ending of its kind; None where that name is taken, by a file of any case."""
+    ending = _EXTENSION_BY_PICTURE_FORMAT.get(kind)
+    if ending is None:
+        return None
+    name = path.with_suffix(ending)
+    taken = {other.name.casefold() for other in path.parent.iterdir()}
+    return None if name.name.casefold() in taken else name
+
+
+def rename_to_format(path: Path, kind: str) -> None:
+    """Give a picture the ending of its kind; its caption, which goes by the stem, stays with it.
+
+    Does nothing where the picture is no more. Raises FileError (FILE-NOT-RENAMED).
+    """
+    if not path.exists():
+        return
+    name = find_matching_name(path, kind)
+    try:
+        if name is None:
+            raise FileExistsError(17, "that name is taken")
+        path.rename(name)
+    except OSError as error:
+        raise FileError(
+            f"{path} cannot be renamed: {error.strerror}",
+            code="FILE-NOT-RENAMED",
+            subject=str(path),
+            evidence={"kind": kind},
+            remedy=f"Give it an ending of {kind} yourself.",
+        ) from error
