@@ -8,14 +8,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
+from cyclopts.argument import Argument
 
 from finitune import __version__
-from finitune.cli import CLI_VERBS, main
+from finitune.cli import CLI_VERBS, CliVerb, build_app, main
 from finitune.errors import FileError, UsageError
 from finitune.report import Level, Report
 
@@ -69,9 +70,9 @@ def journey(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Journey], list[An
     def replace(verb: str, run: Journey) -> list[Any]:
         requests: list[Any] = []
 
-        def watched(request: Any, *rest: Any, **page: Any) -> Report:
+        def watched(request: Any, *, progress: Any, **page: Any) -> Report:
             requests.append(request)
-            rest[-1].start("stage", 1)  # every journey is handed a progress, last
+            progress.start("stage", 1)  # every journey is handed a progress
             return run()
 
         monkeypatch.setattr(importlib.import_module(f"finitune.verbs.{verb}"), "run", watched)
@@ -80,28 +81,32 @@ def journey(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Journey], list[An
     return replace
 
 
-def defaults(verb: Callable[..., Any]) -> dict[str, object]:
-    """Each option of a verb with its default, the shared groups laid out flat."""
-    found: dict[str, object] = {}
-    hints = get_type_hints(verb)
-    for name, parameter in inspect.signature(verb).parameters.items():
-        if is_dataclass(hints[name]):
-            found |= {field.name: field.default for field in fields(hints[name])}
-        else:
-            found[name] = parameter.default
-    return {name: MISSING if default is inspect.Parameter.empty else default for name, default in found.items()}
+def options(verb: CliVerb) -> dict[str, Argument]:
+    """What a verb can be given, by the field of its Request."""
+    arguments = build_app(verb)[verb.name].assemble_argument_collection()
+    return {argument.field_info.name: argument for argument in arguments}
 
 
-@pytest.mark.parametrize("verb", CLI_VERBS, ids=lambda verb: verb.__name__)
-def test_options_are_those_and_no_others(verb: Callable[..., Any]):
-    assert set(defaults(verb)) == OPTIONS[verb.__name__]
+@pytest.mark.parametrize("verb", CLI_VERBS, ids=lambda verb: verb.name)
+def test_options_are_those_and_no_others(verb: CliVerb):
+    assert set(options(verb)) == OPTIONS[verb.name.replace("-", "_")]
 
 
-@pytest.mark.parametrize("verb", CLI_VERBS, ids=lambda verb: verb.__name__)
-def test_defaults_are_the_journeys_own(verb: Callable[..., Any]):
-    request = importlib.import_module(f"finitune.verbs.{verb.__name__}").Request
-    own = {field.name: field.default for field in fields(request)}
-    assert {name: own[name] for name in defaults(verb)} == defaults(verb)
+@pytest.mark.parametrize("verb", CLI_VERBS, ids=lambda verb: verb.name)
+def test_defaults_are_the_requests_own(verb: CliVerb):
+    own = {field.name: field.default for field in fields(verb.load().Request)}
+    for name, argument in options(verb).items():
+        default = argument.field_info.default
+        assert own[name] == (MISSING if default is inspect.Parameter.empty else default), name
+
+
+@pytest.mark.parametrize("verb", CLI_VERBS, ids=lambda verb: verb.name)
+def test_every_option_has_its_help_and_name(verb: CliVerb):
+    for name, argument in options(verb).items():
+        assert argument.parameter.help and argument.parameter.help.endswith("."), name
+        spelled = {"source": "--from", "as_algorithm": "--as", "adapters": "ADAPTER", "paths": "PATH"}
+        assert argument.names[0] == spelled.get(name, "--" + name.replace("_", "-"))
+        assert ("-o" in argument.names) == (name == "out")
 
 
 def test_options_reach_the_request(journey: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]):
@@ -236,7 +241,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.strip() == __version__
     assert main(["--help"]) == 0 and main([]) == 0
     text = capsys.readouterr().out
-    assert all(verb.__name__.replace("_", "-") in text for verb in CLI_VERBS)
+    assert all(verb.name in text for verb in CLI_VERBS)
     assert main(["generate", "--help"]) == 0
     text = capsys.readouterr().out
     assert all(f"--{name.replace('_', '-')}" in text for name in OPTIONS["generate"] - {"model"} | {"json", "debug"})
@@ -246,8 +251,8 @@ def test_help_imports_nothing_heavy():
     program = (
         "import sys\n"
         "from finitune.cli import main\n"
-        "assert main(['generate', '--help']) == 0 and main(['--help']) == 0\n"
-        "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'PIL', 'safetensors', 'finitune.verbs'}\n"
+        "assert main(['explain', '--help']) == 0 and main(['--help']) == 0 and main(['nothing']) == 2\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'PIL', 'safetensors'}\n"
         "sys.exit(' '.join(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)

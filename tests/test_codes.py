@@ -83,16 +83,12 @@ def test_a_page_is_plain_markdown(page: CodePage):
 
 
 def test_commands_that_pages_name_are_ours():
-    from cyclopts import App
+    from finitune.cli import CLI_VERBS, build_app
 
-    from finitune.cli.verbs import CLI_VERBS
-
-    app, options = App(), {}
+    options = {}
     for verb in CLI_VERBS:
-        name = verb.__name__.replace("_", "-")
-        app.command(verb)
-        arguments = app[name].assemble_argument_collection()
-        options[name] = {"--help", "--debug", *(option for argument in arguments for option in argument.names)}
+        arguments = build_app(verb)[verb.name].assemble_argument_collection()
+        options[verb.name] = {"--help", "--debug", *(option for argument in arguments for option in argument.names)}
     spans = {
         span for page in PAGES.values() for text in (page.means, page.do) for span in re.findall("`([^`]*)`", text)
     }

@@ -113,7 +113,7 @@ def test_diagnosis_names_what_a_brute_force_run_names(parts, tmp_path):
         from finitune.generation.draw import draw_picture_batch, record_component_calls
 
         with record_component_calls(running) as recording:
-            draw_picture_batch(running, [request.settings()])
+            draw_picture_batch(running, [generate.build_picture_settings(request)])
         brute = first_bad(running.modules["transformer"], recording.calls["transformer"][0])
     named = [report.figures[key] for key in ("origin_site", "origin_op", "origin_value")]
     assert named == [*brute.found, brute.value]

@@ -20,7 +20,7 @@ import tomlkit
 
 from finitune.cli import main
 from finitune.models.anima.load import AnimaParts
-from finitune.verbs.shared.model import ModelChoice
+from finitune.verbs.shared.options import ModelChoice
 from finitune.verbs.train import prepare
 from tests.training_made import pico, put_pictures
 

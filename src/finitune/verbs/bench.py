@@ -8,11 +8,12 @@ with the gradients, a step of training.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from cyclopts import Parameter
 
 from finitune.errors import FinituneError, UsageError, suggest_nearest_name
 from finitune.files.writer import write_text
@@ -38,15 +39,21 @@ _WORTHWHILE_TIME_SHARE = 0.8
 """Only what takes less than this share of the time of torch's own choice is worth choosing by hand."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Request:
-    """What to measure, at which model's sizes; `out` is the Markdown file to write."""
+    """What to measure, and at which model's sizes."""
 
     what: Literal["attention"] = "attention"
-    model: str = "anima"
+    """What to measure."""
+    _: KW_ONLY
+    model: Literal["anima", "sdxl", "flux"] = "anima"
+    """The model whose layers are measured."""
     size: str = "1024x1024"
+    """WIDTHxHEIGHT in pixels."""
     device: str = "auto"
-    out: Path = Path("finitune-out/bench-attention.md")
+    """Where to compute: `auto` takes the first GPU if there is one, else the CPU."""
+    out: Annotated[Path, Parameter(alias="-o")] = Path("finitune-out/bench-attention.md")
+    """The Markdown file to write, a table that can be pasted into an issue."""
 
 
 def list_anima_attention(tokens: int) -> list[BenchLayer]:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
 
 from finitune.errors import AdapterError, FinituneError, UsageError
 from finitune.report import Level, Report
 from finitune.verbs.shared.adapters import (
-    AdapterFileDtype,
-    AmbiguityRequest,
     build_loader_verdict_table,
     collect_loader_verdicts,
     resolve_dtype_option,
     resolve_target_model,
 )
 from finitune.verbs.shared.model import DEFAULT_OUTPUT_FOLDER
+from finitune.verbs.shared.options import AdapterFileDtype, AmbiguityRequest, OutPath
 
 if TYPE_CHECKING:
     from finitune.adapters.convert import ConvertedAdapter, Exactness
@@ -29,29 +30,36 @@ if TYPE_CHECKING:
 TargetSpelling = Literal["kohya", "comfy", "diffusers", "peft"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Request(AmbiguityRequest):
-    """Which adapter file to write in which spelling; `out` is a file, or for PEFT a folder.
-
-    `model` names the family where the file does not tell it, or is the model itself (a file, a folder), whose own
-    modules the adapter is for then, and whose weights a change may depend on.
-    `as_algorithm` is "lora", of at most `rank`; `blocks` names a re-numbering of the model's blocks, as "28 to 40".
-    `portable` folds the scale into the factors, so that no program can miss it. `fix_split_scale` multiplies alpha
-    where LoRA were trained in parts and saved as one with the alpha of a part: see ADAPTER-SPLIT-SCALE.
-    """
+    """Which adapter file to write in which spelling, and what may change on the way."""
 
     file: Path
+    """An adapter file, or a PEFT folder."""
+    _: KW_ONLY
     to: TargetSpelling
-    out: Path | None = None
-    as_algorithm: Literal["lora"] | None = None
+    """The spelling to write."""
+    out: OutPath = None
+    """The file to write; for `peft` a folder."""
+    as_algorithm: Annotated[Literal["lora"] | None, Parameter(name="--as")] = None
+    """The algorithm to write: a LoRA can say what most others do, at a larger rank or with an error."""
     rank: int | None = None
+    """The largest rank to write; the least that is exact if left out."""
     dtype: AdapterFileDtype | None = None
+    """The dtype of factors; the file's own if left out. Alpha and magnitudes are fp32 always."""
     blocks: str | None = None
+    """A re-numbering of the model's blocks, as "28 to 40"."""
     portable: bool = False
-    fix_split_scale: bool = False
+    """Fold the scale into the factors, so that no program can miss it."""
     allow_lossy: bool = False
+    """Write it although something is lost; the report says how much."""
     allow_unmatched: bool = False
+    """Leave tensors out that have no place."""
+    fix_split_scale: bool = False
+    """Mend the alpha of modules that were trained in parts and saved as one (see the warning of `check`)."""
     model: str | None = None
+    """The model that it is for: its family, `pico-anima`, a file or a folder. Its weights are needed for T-LoRA, and
+    for `--as lora` of GLoRA, IA3 and OFT."""
 
     def target(self) -> Path:
         """Where to write."""

@@ -13,6 +13,7 @@ from finitune.errors import FinituneError
 from finitune.report import Level, Report, Table
 from finitune.verbs import generate
 from finitune.verbs.shared.model import load_or_make_plan
+from finitune.verbs.shared.options import DrawingOptions, DrawingPrecision, OutPath
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,10 +32,13 @@ _MAX_LISTED_SITES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request(generate.Request):
+class Request(DrawingOptions):
     """The picture that went wrong, as it was asked for."""
 
-    precision: str = "raw-half"
+    precision: DrawingPrecision = "raw-half"
+    """How the picture was computed when it failed."""
+    out: OutPath = None
+    """A folder for the evidence: the picture as it was asked for, the one that a plan draws, the ranges."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ def diagnose_picture(
     from finitune.generation.picture_quality import judge_picture
     from finitune.generation.precisions import open_in_precision
 
-    settings, parts, precision, plan = generate.prepare_generation(request, report, progress)
+    settings, parts, precision, plan = generate.prepare_generation(request, None, report, progress)
     with open_in_precision(parts, precision, plan) as running:
         with record_component_calls(running) as recording:
             drawing = draw_picture_batch(running, [settings], progress)

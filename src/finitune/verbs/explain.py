@@ -11,11 +11,12 @@ from finitune.progress import Progress
 from finitune.report import Report, Table
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Request:
     """A code, or the beginning of several, in any case, with blanks or underscores for dashes; nothing asks for all."""
 
     code: str = ""
+    """A code, such as DRIVER-OLD, or the beginning of several; all are listed if left out."""
 
 
 def run(request: Request, progress: Progress | None = None) -> Report:

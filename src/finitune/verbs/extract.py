@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from finitune.errors import FinituneError, ModelError, UsageError
 from finitune.report import Level, Report
 from finitune.verbs.resize import require_rank_cut
-from finitune.verbs.shared.adapters import AdapterFileDtype, resolve_dtype_option
+from finitune.verbs.shared.adapters import resolve_dtype_option
 from finitune.verbs.shared.model import DEFAULT_OUTPUT_FOLDER
+from finitune.verbs.shared.options import AdapterFileDtype, OutPath, RankOptions
 
 if TYPE_CHECKING:
     from finitune.merging.combine import RankLimit
@@ -23,23 +24,27 @@ _MAX_LISTED_NAMES = 5
 """How many names a finding gives."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """Which two checkpoints to compare, and how far their difference is cut: see `merging.extract.Wish`.
-
-    Each is a safetensors file, an index of shards, or a folder as diffusers saves it. Without `dtype`: fp32.
-    """
+@dataclass(frozen=True)
+class Request(RankOptions):
+    """Which two checkpoints to compare, and how far their difference is cut."""
 
     base: Path
+    """The model before: a file, the index of a sharded one, or a folder."""
     tuned: Path
-    rank: int | None = None
-    energy: float | None = None
-    out: Path | None = None
+    """The model after."""
+    _: KW_ONLY
+    out: OutPath = None
+    """The file to write."""
     to: Literal["kohya", "comfy", "diffusers"] = "kohya"
+    """The spelling to write."""
     dtype: AdapterFileDtype | None = None
+    """The dtype of factors; fp32 if left out."""
     include: tuple[str, ...] = ()
+    """Patterns of the modules to extract (`*attn*`); all if left out."""
     min_change: float = 0.0
+    """Leave out tensors that changed by less than this share of their norm."""
     full: bool = False
+    """Store whole what no LoRA can hold (embeddings and the like)."""
 
     def target(self) -> Path:
         """Where to write."""

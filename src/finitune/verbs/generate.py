@@ -10,7 +10,6 @@ from finitune.errors import FinituneError
 from finitune.report import Level, Report
 from finitune.verbs.shared.adapters import (
     MIN_ADAPTED_HEADROOM_BITS,
-    AmbiguityRequest,
     AppliedAdapters,
     NamedAdapter,
     apply_named_adapters,
@@ -18,7 +17,6 @@ from finitune.verbs.shared.adapters import (
 from finitune.verbs.shared.model import (
     DEFAULT_OUTPUT_FOLDER,
     SHIPPED_MODELS,
-    ModelChoice,
     choose_device,
     format_model_name,
     get_default_picture_size,
@@ -26,6 +24,7 @@ from finitune.verbs.shared.model import (
     load_or_make_plan,
     write_plan,
 )
+from finitune.verbs.shared.options import AmbiguityRequest, DrawingOptions, OutPath
 
 if TYPE_CHECKING:
     from finitune.generation.draw import DrawnPictures
@@ -35,39 +34,19 @@ if TYPE_CHECKING:
     from finitune.precision.plan import PrecisionPlan
     from finitune.progress import Progress
 
-DEFAULT_PROMPT = "red apple"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Request(ModelChoice, AmbiguityRequest):
+class Request(DrawingOptions, AmbiguityRequest):
     """What to draw, with what, and where to put it."""
 
-    prompt: str = DEFAULT_PROMPT
-    negative: str = ""
-    steps: int = 28
-    cfg: float = 4.0
-    seed: int = 0
-    size: str | None = None
-    out: Path | None = None
-    precision: str = "auto"
     plan: Path | None = None
+    """A precision plan, as `finitune plan` writes it."""
+    out: OutPath = None
+    """The PNG file to write."""
     adapter: tuple[str, ...] = ()
+    """An adapter file, as FILE or FILE:STRENGTH; may be given several times."""
     merge_first: bool = False
-
-    def settings(self) -> PictureSettings:
-        """The picture's settings; raises UsageError for what cannot be drawn."""
-        from finitune.generation.settings import PictureSettings, parse_picture_size
-
-        width, height = parse_picture_size(self.size or get_default_picture_size(self))
-        return PictureSettings(
-            prompt=self.prompt,
-            negative=self.negative,
-            steps=self.steps,
-            cfg=self.cfg,
-            seed=self.seed,
-            width=width,
-            height=height,
-        )
+    """Put the adapters into the weights, instead of attaching them to the layers."""
 
 
 def run(request: Request, progress: Progress | None = None) -> Report:
@@ -84,7 +63,7 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     from finitune.generation.picture_quality import judge_picture
     from finitune.generation.precisions import open_in_precision
 
-    settings, parts, precision, plan = prepare_generation(request, report, progress)
+    settings, parts, precision, plan = prepare_generation(request, request.plan, report, progress)
     worn = None
     if request.adapter:
         named = [NamedAdapter.parse(text) for text in request.adapter]
@@ -109,19 +88,31 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
 
 
 def prepare_generation(
-    request: Request, report: Report, progress: Progress | None
+    request: DrawingOptions, plan: Path | None, report: Report, progress: Progress | None
 ) -> tuple[PictureSettings, AnimaParts, str, PrecisionPlan | None]:
-    """Everything a picture needs, cheapest checks first: settings, parts, precision, and its plan if it has one."""
+    """Everything a picture needs, cheapest checks first: settings, parts, precision, and its plan if it has one.
+
+    Raises UsageError for what cannot be drawn.
+    """
     from finitune.generation.precisions import check_drawing_precision
 
-    settings = request.settings()
+    settings = build_picture_settings(request)
     check_drawing_precision(request.precision)
     parts = load_model(request)
     report.findings.extend(parts.notes)
     precision = choose_generation_precision(request, report)
     planned = precision == "planned-half"
-    plan = load_or_make_plan(request, parts, settings, request.plan, report, progress) if planned else None
-    return settings, parts, precision, plan
+    chosen = load_or_make_plan(request, parts, settings, plan, report, progress) if planned else None
+    return settings, parts, precision, chosen
+
+
+def build_picture_settings(request: DrawingOptions) -> PictureSettings:
+    """The picture's settings; raises UsageError for what cannot be drawn."""
+    from finitune.generation.settings import PictureSettings, parse_picture_size
+
+    width, height = parse_picture_size(request.size or get_default_picture_size(request))
+    own = {name: getattr(request, name) for name in ("prompt", "negative", "steps", "cfg", "seed")}
+    return PictureSettings(**own, width=width, height=height)
 
 
 def recertify_adapted_plan(
@@ -175,7 +166,7 @@ def _tell_of_trips(request: Request, report: Report, guard: PrecisionGuard, plan
     report.artifacts["amended_plan"] = str(write_plan(path, amended))
 
 
-def choose_generation_precision(request: Request, report: Report) -> str:
+def choose_generation_precision(request: DrawingOptions, report: Report) -> str:
     """The precision asked for, or the one for this machine, with its reason in the report."""
     if request.precision != "auto":
         return request.precision

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
 
 from finitune.errors import AdapterError, FileError, FinituneError, UsageError
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Level, Report
-from finitune.verbs.shared.adapters import AmbiguityRequest, NamedAdapter, resolve_dtype_option
+from finitune.verbs.shared.adapters import NamedAdapter, resolve_dtype_option
 from finitune.verbs.shared.model import resolve_model_path
+from finitune.verbs.shared.options import AmbiguityRequest, RankOptions
 
 if TYPE_CHECKING:
     from finitune.files.tensorfile import TensorEntry
@@ -33,30 +36,36 @@ _PRECISION_REMEDY = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(AmbiguityRequest):
-    """What to merge into what, how it is rounded, and where it goes.
-
-    `model` is a safetensors file, its index, or a diffusers folder; or an adapter file, to which the others are added,
-    cut to `rank` or `energy` if asked. `adapters` are FILE or FILE:STRENGTH. `dtype` None keeps each tensor's own.
-    `shard_size` is in bytes. `min_survival`, in (0, 1], is the share of a change that rounding must leave: what keeps
-    less is warned of, and stored in fp32 to `keep_precise`.
-    """
+@dataclass(frozen=True)
+class Request(RankOptions, AmbiguityRequest):
+    """What to merge into what, how it is rounded, and where it goes."""
 
     model: str
-    adapters: tuple[str, ...]
-    out: Path
+    """`pico-anima`, a file, the index of a sharded one, or a folder; or an adapter, to which the others are added, cut
+    to `--rank` or `--energy` if asked."""
+    adapters: Annotated[tuple[str, ...], Parameter(name="ADAPTER", required=True)]
+    """Adapter files, as FILE or FILE:STRENGTH."""
+    _: KW_ONLY
+    out: Annotated[Path, Parameter(alias="-o")]
+    """The file to write, or the folder where MODEL is one."""
     dtype: Literal["fp32", "fp16", "bf16", "fp8", "fp8-e5m2"] | None = None
-    rounding: str = "nearest"
+    """The dtype of the result; each tensor's own if left out."""
+    rounding: Literal["nearest", "stochastic", "compensated"] = "nearest"
+    """How the one rounding is done."""
     allow_unmatched: bool = False
+    """Leave modules out that MODEL does not have."""
     dry_run: bool = False
+    """Say what would be done, and write nothing."""
     keep_precise: bool = False
+    """Store the tensors in fp32 whose change the dtype would lose."""
     min_survival: float = 0.9
+    """The share of a tensor's change below which it is lost: to be warned of, or kept precise."""
     seed: int = 0
+    """Seed of stochastic rounding."""
     shard_size: int | None = None
+    """Write shards of at most so many bytes."""
     map: Path | None = None
-    rank: int | None = None
-    energy: float | None = None
+    """A TOML file that names the keys of an odd checkpoint."""
 
     def named(self) -> list[NamedAdapter]:
         """The adapters with their strengths; raises UsageError for none, or for a strength that is no number."""

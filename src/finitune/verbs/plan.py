@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from finitune.errors import FileError, FinituneError, UsageError
 from finitune.report import Level, Report, Table
 from finitune.verbs.shared.model import (
-    ModelChoice,
     format_model_name,
     get_default_picture_size,
     get_default_plan_path,
     load_model,
     write_plan,
 )
+from finitune.verbs.shared.options import ModelChoice, OutPath
 
 if TYPE_CHECKING:
     from finitune.generation.draw import DrawnPictures
@@ -33,12 +33,18 @@ DEFAULT_CALIBRATION_PROMPTS = ("red apple", "smiling cat face with heart-shaped 
 class Request(ModelChoice):
     """What to plan, on which prompts, and where to write the plan."""
 
-    out: Path | None = None
+    out: OutPath = None
+    """The plan file to write."""
     headroom_bits: float = 2
+    """Powers of two to keep free above the largest measured magnitude."""
     prompts: Path | None = None
+    """A text file with one calibration prompt a line."""
     steps: int = 28
+    """Number of denoising steps for each prompt."""
     seed: int = 0
+    """Seed of the noise."""
     size: str | None = None
+    """WIDTHxHEIGHT in pixels; the model's own size if left out."""
 
     def pictures(self) -> list[PictureSettings]:
         """The calibration pictures: one per prompt, seeds counted up from `seed`."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finitune.errors import FinituneError, UsageError
 from finitune.report import Level, Report
-from finitune.verbs.shared.adapters import AdapterFileDtype, AmbiguityRequest, resolve_dtype_option
+from finitune.verbs.shared.adapters import resolve_dtype_option
 from finitune.verbs.shared.model import DEFAULT_OUTPUT_FOLDER
+from finitune.verbs.shared.options import AdapterFileDtype, AmbiguityRequest, OutPath, RankOptions
 
 if TYPE_CHECKING:
     import torch
@@ -20,19 +21,19 @@ if TYPE_CHECKING:
     from finitune.progress import Progress
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request(AmbiguityRequest):
-    """Which adapter file to cut to which rank, or to the rank that keeps which share of its squared norm.
-
-    With both, the smaller rank wins. Without `dtype` the new file has the source's.
-    """
+@dataclass(frozen=True)
+class Request(RankOptions, AmbiguityRequest):
+    """Which adapter file to cut, and to which rank."""
 
     file: Path
-    rank: int | None = None
-    energy: float | None = None
-    out: Path | None = None
+    """An adapter file."""
+    _: KW_ONLY
+    out: OutPath = None
+    """The file to write."""
     dtype: AdapterFileDtype | None = None
+    """The dtype of factors; the file's own if left out."""
     allow_unmatched: bool = False
+    """Leave tensors out that have no place."""
 
     def target(self) -> Path:
         """Where to write."""

@@ -11,7 +11,7 @@ import math
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from finitune.errors import FinituneError, UsageError
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Level, Report
 from finitune.verbs.shared.model import choose_device
+from finitune.verbs.shared.options import OutPath
 from finitune.verbs.train.prepare import TrainingStopped
 
 if TYPE_CHECKING:
@@ -33,13 +34,17 @@ _COMPARED_STATE_PARTS = ("adapter", "optimizer", "average", "facts")
 _MAX_LISTED_NAMES = 5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Request:
-    """The training to verify, how many steps of it, and a folder for both runs in place of a temporary one."""
+    """The training to verify, how many steps of it, and where."""
 
     config: Path
+    """A training configuration of ours."""
+    _: KW_ONLY
     steps: int = 6
-    out: Path | None = None
+    """How many steps to take; the second run is stopped and resumed in the middle."""
+    out: OutPath = None
+    """A folder for both runs; a temporary one if left out."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from finitune.models.anima.encode import AnimaEncoders
 from finitune.progress import Progress
 from finitune.report import Level, Report, Table
 from finitune.verbs.check.request import BACKUP_SUFFIX, FileFix, Request
-from finitune.verbs.shared.model import ModelChoice, load_model
+from finitune.verbs.shared.model import load_model
+from finitune.verbs.shared.options import ModelChoice
 
 _CACHE_FILE_PATTERN = "*-*.safetensors"
 _FINGERPRINT_DIGITS_SHOWN = 12

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from finitune.report import Level, Report
-from finitune.verbs.shared.adapters import AmbiguityRequest
+from finitune.verbs.shared.options import AmbiguityRequest
 
 if TYPE_CHECKING:
     from finitune.files.tensorfile import TensorFile
@@ -38,23 +40,28 @@ FixConfirmation = Callable[[Sequence[FileFix]], bool]
 """Shows the changes to a person, and returns whether they are wanted."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Request(AmbiguityRequest):
-    """What to check, and against what.
+    """What to check, against what, and whether to mend it."""
 
-    `model` is the model that an adapter, a configuration or a cache is for; `gpu` the card, by name, that the answers
-    are for. `fix` makes the changes that are safe: at once with `yes`, else where `ask` says so; without either they
-    are listed only. `mendings` is where the parts of check put them. `html` is the page to write.
-    """
-
-    paths: tuple[Path, ...]
+    paths: Annotated[tuple[Path, ...], Parameter(name="PATH", required=True)]
+    """A training configuration (ours, or another program's), a dataset folder, a model, an adapter, a cache, a run, a
+    ComfyUI workflow, or a picture that was generated."""
+    _: KW_ONLY
     model: str | None = None
+    """The model that it is for: its family (`anima`, `sdxl` ...), `pico-anima`, a file or a folder."""
     gpu: str | None = None
+    """Tell what each dtype will do on a card of this name, such as T4 or 3060."""
     fix: bool = False
+    """Make the changes that lose nothing, after asking; a copy of each file stays as NAME.orig."""
     yes: bool = False
+    """With `--fix`: do not ask."""
     html: Path | None = None
-    ask: FixConfirmation | None = field(default=None, compare=False, repr=False)
-    mendings: list[FileFix] = field(default_factory=list, compare=False, repr=False)
+    """A page to write of all that was found."""
+    ask: Annotated[FixConfirmation | None, Parameter(parse=False)] = field(default=None, compare=False, repr=False)
+    """Without it and without `yes`, the changes are listed only."""
+    mendings: Annotated[list[FileFix], Parameter(parse=False)] = field(default_factory=list, compare=False, repr=False)
+    """Where the parts of check put the changes that they know."""
 
 
 def check_safetensors_names(files: Iterable[TensorFile], report: Report) -> None:

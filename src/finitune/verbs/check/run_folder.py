@@ -15,7 +15,8 @@ from finitune.training.checkpoint import (
     read_verified_state_facts,
 )
 from finitune.verbs.check.request import Request
-from finitune.verbs.shared.model import ModelChoice, load_model
+from finitune.verbs.shared.model import load_model
+from finitune.verbs.shared.options import ModelChoice
 
 
 def check_run(path: Path, request: Request, report: Report, progress: Progress) -> None:

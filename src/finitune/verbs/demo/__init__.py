@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from finitune.errors import FinituneError
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Finding, Level, Report
 from finitune.verbs import diagnose, plan
 from finitune.verbs.demo.training import DemoTraining, train_demo_style
+from finitune.verbs.generate import build_picture_settings
 from finitune.verbs.shared.model import write_plan
 
 if TYPE_CHECKING:
@@ -28,9 +31,11 @@ if TYPE_CHECKING:
 class Request:
     """Where the page, the plan and the pictures go."""
 
-    out: Path = Path("finitune-out/demo")
+    out: Annotated[Path, Parameter(alias="-o")] = Path("finitune-out/demo")
+    """The folder to write to."""
     steps: int = 28
-    train_steps: int = 300
+    """Number of denoising steps of each picture."""
+    train_steps: Annotated[int, Parameter(parse=False)] = 300
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,7 @@ def _tell(choice: diagnose.Request, request: Request, report: Report, progress: 
     parts, raw = diagnose.diagnose_picture(choice, diagnosis, progress)
     pictures = plan.Request(model=choice.model, seed=choice.seed, steps=choice.steps).pictures()
     proof = plan.plan_and_prove(parts, choice.model, pictures, 2, progress)
-    settings = choice.settings()
+    settings = build_picture_settings(choice)
     drawings = {"raw-half": raw, **proof.drawings}
     lesson = train_demo_style(request.out, request.train_steps, report, progress or SilentProgress())
     return DemoResults(settings, drawings, diagnosis, proof, measure_block_ranges(parts, settings), lesson)

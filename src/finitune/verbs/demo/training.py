@@ -10,7 +10,8 @@ from finitune.errors import FileError
 from finitune.report import Level, Report
 from finitune.verbs import check, merge
 from finitune.verbs.shared.adapters import NamedAdapter, apply_named_adapters
-from finitune.verbs.shared.model import ModelChoice, load_model
+from finitune.verbs.shared.model import load_model
+from finitune.verbs.shared.options import ModelChoice
 from finitune.verbs.train import iter_train_events
 
 if TYPE_CHECKING:

@@ -22,12 +22,16 @@ _MEASURED_DTYPE_BY_COMPUTE: dict[ComputeDtype, str] = {"planned-half": "fp16", "
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to look at: facts alone (`quick`), several processes, and what to write for a bug report."""
+    """What to look at, and what to write for a bug report."""
 
     quick: bool = False
+    """Read the facts, and measure nothing."""
     distributed: int | None = None
+    """Let so many processes meet and add up, as training on several GPUs does."""
     bundle: Path | None = None
+    """A ZIP file to write for a bug report: without tokens, names of people, and paths outside the project."""
     run: Path | None = None
+    """The folder of a run, whose configuration, report and steps go into the bundle."""
 
 
 def run(request: Request, progress: Progress | None = None) -> Report:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from finitune.errors import UsageError, suggest_nearest_name
 from finitune.namings.core import PEFT_TENSORS_FILE_NAME, find_adapter_tensor_file
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from finitune.models.anima.load import AnimaParts
     from finitune.namings.core import AmbiguityOptions, ParsedAdapter
 
-AdapterFileDtype = Literal["fp32", "bf16", "fp16"]
 _TORCH_NAME_BY_DTYPE = {
     "fp32": "float32",
     "fp16": "float16",
@@ -34,29 +32,6 @@ _TORCH_NAME_BY_DTYPE = {
 """torch's names of the dtypes that we write, by ours; those of adapter files are Dtype."""
 MIN_ADAPTED_HEADROOM_BITS = 1.0
 """Bits of headroom that a plan must keep when an adapter it was not made for is attached."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AmbiguityRequest:
-    """Answers to what an adapter file may leave open; the findings that ask for one name its option."""
-
-    dora_side: Literal["out", "in"] | None = None
-    glora_order: Literal["new", "old"] | None = None
-    zero_alpha: Literal["rank", "zero"] | None = None
-    scale: float | None = None
-
-    def answers(self) -> AmbiguityOptions:
-        """The same for the reader; raises UsageError for a scale that none can be."""
-        from finitune.namings.core import AmbiguityOptions
-
-        if self.scale is not None and not (math.isfinite(self.scale) and self.scale):
-            raise UsageError(
-                f"--scale {self.scale:g} is no scale",
-                code="SCALE-OUT-OF-RANGE",
-                subject="--scale",
-                remedy="It is alpha / rank: 1 where they are equal, 2 for alpha 32 at rank 16.",
-            )
-        return AmbiguityOptions(self.dora_side, self.glora_order, self.zero_alpha, self.scale)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finitune.errors import FileError, UsageError, suggest_nearest_name
+from finitune.verbs.shared.options import ModelChoice
 
 if TYPE_CHECKING:
     from finitune.generation.settings import PictureSettings
@@ -18,27 +18,6 @@ if TYPE_CHECKING:
 
 SHIPPED_MODELS = ("pico-anima",)
 DEFAULT_OUTPUT_FOLDER = Path("finitune-out")
-_OMITTED_FIELDS = (  # each command has its own
-    *("model", "precision", "plan", "out", "headroom_bits", "prompts"),
-    *("adapter", "merge_first", "dora_side", "glora_order", "zero_alpha", "scale"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelChoice:
-    """MODEL: `pico-anima`, a diffusers folder, or a DiT file together with its Qwen3 and VAE files."""
-
-    model: str
-    qwen3: Path | None = None
-    vae: Path | None = None
-    tokenizers: Path | None = None
-    device: str = "auto"
-
-    def to_command_words(self) -> str:
-        """The words that name this model, and whatever else is not as by default, on a command line."""
-        given = ((f, getattr(self, f.name)) for f in fields(self) if f.name not in _OMITTED_FIELDS)
-        options = (f"--{f.name} {shlex.quote(str(value))}" for f, value in given if value != f.default)
-        return " ".join([shlex.quote(self.model), *options])
 
 
 def load_model(choice: ModelChoice) -> AnimaParts:

@@ -7,14 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
 
 from finitune.errors import FileError, FinituneError, UsageError
 from finitune.machine import processes
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Finding, Level, Report
+from finitune.verbs.shared.options import OutPath
 from finitune.verbs.train.prepare import TrainingStopped, open_prepared_run, stop_on_report_errors
 
 if TYPE_CHECKING:
@@ -34,17 +37,26 @@ RUN_PAGE_NAME = "report.html"
 _SITES_TABLE_TITLE = "sites"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Request:
-    """What to train by: a configuration file, ours or another program's, or with `source` a command line, too."""
+    """What to train by, and how far to go."""
 
     config: Path | None = None
-    source: str | None = None
+    """A training configuration of ours, as `--init` writes one."""
+    _: KW_ONLY
+    source: Annotated[str | None, Parameter(name="--from")] = None
+    """Another program's configuration, or its command line in quotes: kohya's sd-scripts (TOML, flags, dataset TOML),
+    kohya_ss GUI, ai-toolkit, OneTrainer, SimpleTuner, diffusion-pipe. The report tells what became of each key."""
     init: bool = False
+    """Write a configuration with every option explained, and stop."""
     explain: bool = False
+    """List the modules that would get an adapter, with the reason for each, and stop."""
     dry_run: bool = False
+    """Look at everything, make the caches, measure one step, a save and a preview, and stop."""
     resume: bool = False
-    out: Path | None = None
+    """Go on from the last state in the output folder."""
+    out: OutPath = None
+    """The file for `--init`; else the folder of the run, in place of the configuration's."""
 
 
 TrainPageRenderer = Callable[["TrainConfig", "TrainingHistory", Report], str]

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from finitune.config.schema import TrainConfig
 from finitune.errors import FinituneError, UsageError
 from finitune.report import Finding, Level
-from finitune.verbs.shared.model import ModelChoice, choose_device, resolve_model_path
+from finitune.verbs.shared.model import choose_device, resolve_model_path
+from finitune.verbs.shared.options import ModelChoice
 
 if TYPE_CHECKING:
     from finitune.models.spec import ModelSpec

@@ -14,7 +14,8 @@ from finitune.config.schema import TrainConfig
 from finitune.errors import UsageError
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Level, Report
-from finitune.verbs.shared.model import ModelChoice, format_model_name, get_default_picture_size, load_model
+from finitune.verbs.shared.model import format_model_name, get_default_picture_size, load_model
+from finitune.verbs.shared.options import ModelChoice
 from finitune.verbs.train.checks import (
     check_train_options,
     choose_training_device,
