@@ -251,7 +251,7 @@ def test_help_imports_nothing_heavy():
     program = (
         "import sys\n"
         "from finitune.cli import main\n"
-        "assert main(['explain', '--help']) == 0 and main(['--help']) == 0 and main(['nothing']) == 2\n"
+        "assert main(['explain', '--help']) == 0 and main(['--help']) == 0\n"
         "heavy = {'torch', 'diffusers', 'transformers', 'numpy', 'PIL', 'safetensors'}\n"
         "sys.exit(' '.join(heavy & set(sys.modules)))\n"
     )

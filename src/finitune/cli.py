@@ -139,6 +139,7 @@ def build_app(verb: CliVerb | None) -> App:
     if verb:
         app[verb.name].default(build_command(verb.load().Request))
     app.meta.group_parameters = Group("With every verb", sort_key=99)
+    app.meta.suppress_keyboard_interrupt = False  # main tells of it
 
     @app.meta.default
     def launch(

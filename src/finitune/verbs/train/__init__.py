@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from finitune.config.read import LoadedConfig, dump_config, read_train_config, validate_config
+from finitune.config.schema import TrainConfig
+from finitune.config.template import build_config_template
 from finitune.errors import FileError, FinituneError, UsageError
+from finitune.files.writer import make_not_written_error, write_text
+from finitune.importers.recognise import is_file, read_foreign_config
 from finitune.machine import processes
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Finding, Level, Report
+from finitune.training import events
 from finitune.verbs.shared.options import OutPath
 from finitune.verbs.train.prepare import TrainingStopped, open_prepared_run, stop_on_report_errors
 
 if TYPE_CHECKING:
-    from finitune.config.read import LoadedConfig
-    from finitune.config.schema import TrainConfig
-    from finitune.training import events
     from finitune.training.history import TrainingHistory
     from finitune.training.tensorboard import TensorBoardLogger
     from finitune.training.train_state import TrainingRun, TrainState
@@ -82,9 +85,6 @@ def run(request: Request, page: TrainPageRenderer | None = None, progress: Progr
 
 def write_commented_config(request: Request, report: Report) -> Report:
     """Write a configuration with every option explained."""
-    from finitune.config.template import build_config_template
-    from finitune.files.writer import write_text
-
     path = request.out or Path("train.toml")
     if request.config or request.source:
         raise UsageError(
@@ -114,8 +114,6 @@ def resolve_train_config(request: Request, report: Report) -> TrainConfig:
 
 def load_requested_config(request: Request, report: Report) -> LoadedConfig:
     """The configuration file, or the imported one; raises UsageError where neither or both are named."""
-    from finitune.config.read import read_train_config
-
     if (request.config is None) == (request.source is None):
         raise UsageError(
             "name one configuration: our own, or another program's with --from",
@@ -148,8 +146,6 @@ def import_foreign_config(source: str, out: Path | None, report: Report) -> Load
 
     The account of its keys is in the report, whatever comes of it. Raises Stopped where the account has errors.
     """
-    from finitune.config.read import LoadedConfig, validate_config
-    from finitune.importers.recognise import is_file, read_foreign_config
 
     imported = read_foreign_config(source)
     report.tables.append(imported.table())
@@ -202,7 +198,6 @@ def iter_train_events(
     stop: Callable[[], bool] = bool,
 ) -> Iterator[events.TrainingEvent]:
     """Prepare, measure and train, yielding what happens; at the end the report has findings, figures and files."""
-    from finitune.training import events
     from finitune.training.history import TrainingHistory
     from finitune.training.train_state import TrainState
     from finitune.verbs.train.export import restore_run_history
@@ -238,7 +233,6 @@ def iter_run_events(
     config: TrainConfig, run: TrainingRun, progressing: TrainState, report: Report, *, dry: bool
 ) -> Iterator[events.TrainingEvent]:
     """The measurement, and the run itself from its first step or from where it was left."""
-    from finitune.training import events
     from finitune.training.loop import Trainer
     from finitune.training.trial_step import check_memory_fit
     from finitune.verbs.train.inputs import iter_measurement_events
@@ -253,9 +247,6 @@ def iter_run_events(
 
 def write_effective_config(config: TrainConfig, ready: PreparedRun, report: Report) -> None:
     """Write the configuration as it is in force, every option stated, into the run's folder."""
-    from finitune.config.read import dump_config
-    from finitune.files.writer import write_text
-
     if ready.run.ranks.main:
         path = ready.run.folder.path / EFFECTIVE_CONFIG_NAME
         write_text(path, dump_config(config))
@@ -305,7 +296,6 @@ def make_no_whole_state_error(damaged: Finding) -> FileError:
 
 def open_run_tensorboard(config: TrainConfig, run: TrainingRun) -> TensorBoardLogger | None:
     """TensorBoard's writer, where it is asked for, of the main process."""
-    from finitune.files.writer import make_not_written_error
     from finitune.training.tensorboard import TensorBoardLogger
 
     if config.logging.log_with == "none" or not run.ranks.main:
@@ -321,7 +311,6 @@ def write_run_results(
     config: TrainConfig, ready: PreparedRun, history: TrainingHistory, report: Report, page: TrainPageRenderer | None
 ) -> None:
     """The last words of a run: its files, the verdict on them, every step as a line, and the page."""
-    from finitune.files.writer import write_text
 
     folder = ready.run.folder.path
     finished = history.finished
@@ -347,8 +336,6 @@ class TrainEventReporter:
 
     def __call__(self, event: events.TrainingEvent) -> None:
         """Show one event."""
-        from finitune.training import events
-
         match event:
             case events.TrainingStarted():
                 self.end = event.steps
