@@ -14,9 +14,8 @@ import pytest
 from finitune.machine.environment import Environment
 from finitune.machine.hardware import advise
 from finitune.machine.reading import packages as installed
-from finitune.machine.rules import examine_machine
-from finitune.machine.rules.devices import examine_processes
-from finitune.machine.rules.pytorch import find_no_gpu_reason
+from finitune.machine.rules import examine_machine, examine_processes
+from finitune.machine.rules.software import find_no_gpu_reason
 from finitune.report import Finding, Level
 from tests import environments as made
 

@@ -16,11 +16,10 @@ import pytest
 from finitune.machine import reading
 from finitune.machine.environment import Environment
 from finitune.machine.reading import packages, pytorch
-from finitune.machine.rules import MACHINE_RULES, examine_machine
-from finitune.machine.rules.nccl_names import KNOWN_NCCL_VARIABLES
-from finitune.machine.rules.packages import BAD_PAIRS, FLOORS, is_version_in
-from finitune.machine.rules.variables import SINGLE_VARIABLE_RULES
+from finitune.machine.rules import MACHINE_PREDICATES, MACHINE_RULES_FILE, examine_machine, read_machine_rules
+from finitune.machine.rules.variables import read_known_nccl_variables
 from finitune.report import Level
+from finitune.rules.conditions import is_version_in
 from tests.environments import ROWS, Row, machine
 
 
@@ -39,7 +38,7 @@ def test_facts_survive_json(row: Row):
 def test_the_table_is_large_and_finds_every_code():
     assert len(ROWS) >= 40 and len({name for name, _, _ in ROWS}) == len(ROWS)
     found = {code for _, codes, _ in ROWS for code in codes}
-    assert found == {rule.code for rule in MACHINE_RULES}
+    assert found == {rule.code for rule in read_machine_rules()}
 
 
 def test_each_finding_has_numbers_a_source_and_a_remedy():
@@ -58,9 +57,10 @@ def test_findings_come_errors_first():
         assert levels == sorted(levels)
 
 
-def test_sources_of_the_inner_tables():
-    rows = [*BAD_PAIRS, *FLOORS, *SINGLE_VARIABLE_RULES]
-    assert all(row.source.startswith("https://") for row in rows)
+def test_every_rule_has_a_source_and_every_predicate_a_rule():
+    assert all(rule.source.startswith("https://") for rule in read_machine_rules())
+    text = MACHINE_RULES_FILE.read_text(encoding="utf-8")
+    assert not [name for name in MACHINE_PREDICATES if f'"{name}"' not in text]
     assert (
         is_version_in("0.0.31", ">=0.0.31")
         and not is_version_in("0.0.30.post1", ">=0.0.31")
@@ -71,8 +71,8 @@ def test_sources_of_the_inner_tables():
 def test_real_names_are_those_of_the_installed_libraries():
     """The names that the reference documents call real or invented."""
     real = "TORCH_NCCL_NAN_CHECK NCCL_P2P_DISABLE NCCL_SHM_DISABLE NCCL_NVLS_ENABLE NCCL_CONF_FILE NCCL_RAS_ENABLE"
-    assert set(real.split()) <= KNOWN_NCCL_VARIABLES
-    assert not {"NCCL_TIMEOUT", "NCCL_SOCKET_NTIMEO", "NCCL_ASYNC_ERROR_HANDLING"} & KNOWN_NCCL_VARIABLES
+    assert set(real.split()) <= set(read_known_nccl_variables())
+    assert not {"NCCL_TIMEOUT", "NCCL_SOCKET_NTIMEO", "NCCL_ASYNC_ERROR_HANDLING"} & read_known_nccl_variables()
 
 
 def test_this_machine_against_independent_sources():

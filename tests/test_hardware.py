@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from finitune.errors import UsageError
 from finitune.machine import hardware
 from finitune.machine.hardware import (
-    DEVICE_FAMILIES,
     WHEEL_REMEDY_BY_CAPABILITY,
     DeviceFacts,
     advise,
     has_kernels,
     read_device_facts,
+    read_device_families,
 )
 
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
@@ -128,14 +128,14 @@ def test_advice(facts: DeviceFacts, expected: tuple[str, bool, bool], reason: st
 
 
 def test_every_rule_decides_for_some_device():
-    decided = {next(rule for rule in DEVICE_FAMILIES if rule.fits(facts)) for facts, *_ in DEVICES}
-    unused = {rule.family for rule in set(DEVICE_FAMILIES) - decided}
+    decided = {next(rule for rule in read_device_families() if rule.fits(facts)) for facts, *_ in DEVICES}
+    unused = {rule.family for rule in set(read_device_families()) - decided}
     assert unused == {"Kepler or older"}, "add a device to the table, or drop the rule"
 
 
 def test_a_name_is_in_one_turing_list_only():
     names = [name for name, capability, *_ in NVIDIA if capability == (7, 5)]
-    turing = [rule for rule in DEVICE_FAMILIES if rule.since == (7, 5) and rule.names]
+    turing = [rule for rule in read_device_families() if rule.since == (7, 5) and rule.names]
     counts = {name: sum(rule.fits(nvidia(name, (7, 5))) for rule in turing) for name in names}
     assert counts == {name: int(name not in UNNAMED) for name in names}
 
@@ -341,7 +341,7 @@ def test_importing_the_module_leaves_torch_alone():
 
 
 def test_texts_are_ascii_and_name_no_address():
-    texts = [text for rule in DEVICE_FAMILIES for text in (rule.reason, rule.warning)] + [
+    texts = [text for rule in read_device_families() for text in (rule.reason, rule.warning, rule.remedy)] + [
         text for _, text in WHEEL_REMEDY_BY_CAPABILITY
     ]
     assert all(text.isascii() and not re.search(r"https?:", text) for text in texts)

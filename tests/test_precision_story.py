@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finitune.errors import UsageError
-from finitune.machine.cards import BYTES_PER_GIB, GPU_MODELS, find_gpu_model, normalize_gpu_name, strip_gpu_series
+from finitune.machine.cards import BYTES_PER_GIB, find_gpu_model, normalize_gpu_name, read_gpu_models, strip_gpu_series
 from finitune.machine.hardware import DeviceFacts, advise
 from finitune.models import MODEL_FAMILIES
 from finitune.models.pico import get_pico_folder
@@ -64,17 +64,17 @@ def test_a_card_is_known_by_what_people_write(written: str, meant: str, gib: int
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(GPU_MODELS), st.sampled_from((str.lower, str.upper, normalize_gpu_name)))
+@given(st.sampled_from(read_gpu_models()), st.sampled_from((str.lower, str.upper, normalize_gpu_name)))
 def test_every_card_is_found_by_its_own_name(card, spelt):
     assert find_gpu_model(spelt(card.name)) == (card, None)
     assert find_gpu_model(f"{card.name} 7GB") == (card, 7)
 
 
 def test_no_two_cards_share_a_name_and_each_is_of_a_known_family():
-    assert len({strip_gpu_series(card.name) for card in GPU_MODELS}) == len(GPU_MODELS)
-    unknown = {card.name for card in GPU_MODELS if "nknown" in advise(card.facts(TORCH)).reasons[0]}
+    assert len({strip_gpu_series(card.name) for card in read_gpu_models()}) == len(read_gpu_models())
+    unknown = {card.name for card in read_gpu_models() if "nknown" in advise(card.facts(TORCH)).reasons[0]}
     assert not unknown, "the rules of the hardware know each"
-    assert all(not advise(card.facts(TORCH)).warnings for card in GPU_MODELS)
+    assert all(not advise(card.facts(TORCH)).warnings for card in read_gpu_models())
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_each_precision_has_its_verdict(family: str, card: str, verdicts: tuple[
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.sampled_from(GPU_MODELS), st.sampled_from([*MODEL_FAMILIES, None]), st.none() | st.integers(1, 10**11))
+@given(st.sampled_from(read_gpu_models()), st.sampled_from([*MODEL_FAMILIES, None]), st.none() | st.integers(1, 10**11))
 def test_every_story_is_whole(card, family, numbers):
     story = forecast_gpu(family, card.facts(TORCH), numbers)
     by_name = {line.precision: line for line in story.lines}

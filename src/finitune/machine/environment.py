@@ -17,6 +17,11 @@ from finitune.machine.hardware import Capability, DeviceFacts
 GIB = 1 << 30
 
 
+def to_gib(size_bytes: float) -> float:
+    """Bytes as GiB, to a tenth."""
+    return round(size_bytes / GIB, 1)
+
+
 @dataclass(frozen=True)
 class Python:
     """The interpreter."""
@@ -119,6 +124,31 @@ class MachineMemory:
         """What this process may ever have."""
         return min(self.total_bytes, self.limit_bytes or self.total_bytes)
 
+    @property
+    def room_gib(self) -> float:
+        return to_gib(self.room_bytes)
+
+    @property
+    def total_gib(self) -> float:
+        return to_gib(self.total_bytes)
+
+    @property
+    def available_gib(self) -> float:
+        return to_gib(self.available_bytes)
+
+    @property
+    def swap_gib(self) -> float:
+        return to_gib(self.swap_total_bytes)
+
+    @property
+    def swap_share(self) -> float | None:
+        """Swap for each byte of memory; None where that is not known."""
+        return self.swap_total_bytes / self.total_bytes if self.total_bytes else None
+
+    @property
+    def shm_mib(self) -> int:
+        return (self.shm_bytes or 0) >> 20
+
 
 @dataclass(frozen=True)
 class Disk:
@@ -165,6 +195,11 @@ class Environment:
     def package(self, name: str) -> Package | None:
         """The package of that name, where it is installed."""
         return next((package for package in self.packages if package.name == name), None)
+
+    @property
+    def gpus(self) -> int:
+        """How many accelerators torch may use."""
+        return len(self.devices)
 
     @property
     def main(self) -> DeviceFacts:

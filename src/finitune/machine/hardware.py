@@ -1,6 +1,6 @@
 """Which compute dtype on which device, and why: `advise` is a pure function of `DeviceFacts`.
 
-What is known stands in RULES, one line a family, and the first line that fits decides. Three things shape it.
+What is known stands in devices.toml, a table for each family, and the first that fits decides. Three things shape it.
 
 Where bf16 is native it is the default, since it needs no plan; where it is not, fp16 by a plan is, if it is faster.
 Whether bf16 is native follows from the compute capability (8.0 and later) or the AMD architecture, never from
@@ -15,14 +15,17 @@ set manuals; torch/cuda/__init__.py; pytorch issues #58123, #77955 and #195716 (
 
 from __future__ import annotations
 
+import os
+import platform
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
 
 from finitune.errors import UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from finitune.package_data import read_package_toml
 
 DeviceKind = Literal["cuda", "rocm", "mps", "cpu", "xpu"]
 ComputeDtype = Literal["planned-half", "bf16", "fp32"]
@@ -42,6 +45,11 @@ class DeviceFacts:
     cuda_version: str | None  # what torch was built with, not the driver's
     arch_list: tuple[str, ...]  # what torch's kernels were built for: "sm_75", "compute_90", "gfx1100"
 
+    @property
+    def architecture(self) -> str:
+        """'7.5', 'gfx90a', or '' where a device has no such number."""
+        return ".".join(map(str, self.capability)) if self.capability else self.gcn_arch.partition(":")[0]
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -53,23 +61,41 @@ class Advice:
     tensor_cores: bool  # or AMD's matrix cores, or Intel's XMX; False where it is not known
     fp16_output_products: bool  # torch.mm(fp16, fp16, out_dtype=torch.float32) is offered: no fp16 rounding of a sum
     reasons: tuple[str, ...]
-    warnings: tuple[str, ...]
+    cautions: tuple[Caution, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """The cautions as texts."""
+        return tuple(map(str, self.cautions))
 
 
 @dataclass(frozen=True)
+class Caution:
+    """Something to know of a device: it has no kernels, its name says too little, or products come in fp16."""
+
+    kind: Literal["kernels", "name", "output"]
+    what: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.what}. {self.remedy}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceFamily:
-    """One family of devices: how to know it, what it has, and what follows."""
+    """A table of devices.toml, where the fields are explained."""
 
     family: str
-    kind: DeviceKind
     compute: ComputeDtype
     reason: str
+    kind: DeviceKind = "cpu"
     alternatives: tuple[ComputeDtype, ...] = ()
-    since: Capability = (0, 0)  # lowest compute capability
-    names: tuple[str, ...] = ()  # whole words of the name, or of the AMD architecture; none: any
+    since: Capability = (0, 0)
+    names: tuple[str, ...] = ()
     native_bf16: bool = False
     tensor_cores: bool = False
     warning: str = ""
+    remedy: str = ""
 
     def fits(self, facts: DeviceFacts) -> bool:
         """True if `facts` describe a device of this family, or of a later one of the same kind."""
@@ -79,125 +105,20 @@ class DeviceFamily:
         return not self.names or any(re.search(rf"\b{name}\b", text, re.IGNORECASE) for name in self.names)
 
 
-TURING_WITH_TENSOR_CORES = (r"T4G?", "T10", "T40", r"RTX ?20[6-8]0", r"RTX ?[34568]000P?", "TITAN RTX")
-TURING_WITHOUT_TENSOR_CORES = (r"GTX ?16[356]0", r"MX[45]50", r"T[456]00", "T550", r"T1[02]00", "T2000", "CMP 30HX")
-XE_WITH_MATRIX_ENGINES = (r"Arc.* [AB]\d{2,3}M?", r"Arc.* 1[34]0[VT]", r"Data Center GPU (Max|Flex)")
+def parse_device_family(entry: Mapping[str, Any]) -> DeviceFamily:
+    """A table of devices.toml; raises TypeError for a key that families do not have, or lack."""
+    lists: dict[str, Any] = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
+    return DeviceFamily(**{**entry, **lists})
 
-BF16_NATIVE = (
-    "bf16 is native and as wide as fp32, so it needs no plan; planned-half is more accurate, at the same speed"
-)
-BF16_NATIVE_MI100 = (
-    "bf16 is native and as wide as fp32, so it needs no plan; planned-half is more accurate, and twice as fast"
-)
-# torch documentation, "Numerical accuracy": fp16 matrix instructions of MI200 flush subnormals to zero.
-BF16_NATIVE_MI200 = "bf16 is native, and fp16 products flush subnormals to zero, on which no plan may count"
-HALF_ONLY = "its tensor cores multiply fp16 but not bf16, and fp32 would leave them idle"
-HALF_IN_PAIRS = "it has no bf16 units and no matrix cores, but fp16 in pairs at twice the rate of fp32"
-NO_TENSOR_CORES = "it has no tensor cores, so fp16 products are not faster than fp32 ones"
-NO_MATRIX_CORES = "it has neither bf16 units nor matrix cores"
-SOME_TENSOR_CORES = (
-    "some 7.5 cards have tensor cores, and on the others fp16 is slow or NaN; fp32 is right on all of them"
-)
-SOME_MATRIX_ENGINES = "not every Intel GPU has matrix engines; fp32 is right on all of them"
-HALF_AS_FP32 = "planned-half is computed with fp32 arithmetic here: it saves memory, not time"
-CPU_EMULATES_HALF = (
-    "a CPU is fast in fp32; planned-half is emulated, with the tensor core's meaning, at the cost of fp32"
-)
+
+@cache
+def read_device_families() -> tuple[DeviceFamily, ...]:
+    """All families, in the order in which they are tried."""
+    return tuple(map(parse_device_family, read_package_toml(_DEVICES_FILE)["family"]))
+
+
+_DEVICES_FILE = Path(__file__).with_name("devices.toml")
 BF16_EMULATED = "bf16 is only emulated here (on a GTX 1080 it took 1.85 times as long as fp32)"
-
-_MEASURE_HALF_HINT = (
-    "Measure it: time a 2048 x 2048 product in fp16 and in fp32. If fp16 is more than three times as fast, "
-    "pass --precision planned-half."
-)
-_UNKNOWN_DEVICE_HINT = f"nothing is known about this device. {_MEASURE_HALF_HINT}"
-_UNKNOWN_TURING_HINT = f"its name does not say whether it has tensor cores. {_MEASURE_HALF_HINT}"
-_UNKNOWN_XE_HINT = (
-    "its name does not say whether it has matrix engines. Measure it: time a 2048 x 2048 product in bf16 and in fp32. "
-    "If bf16 is faster, pass --precision bf16."
-)
-
-_NATIVE_BF16: dict[str, Any] = {"native_bf16": True, "tensor_cores": True}
-_HALF_OR_FP32: tuple[ComputeDtype, ...] = ("planned-half", "fp32")
-_HALF: tuple[ComputeDtype, ...] = ("planned-half",)
-_FP32: tuple[ComputeDtype, ...] = ("fp32",)
-
-DEVICE_FAMILIES = (
-    DeviceFamily("Blackwell or later", "cuda", "bf16", BF16_NATIVE, _HALF_OR_FP32, since=(10, 0), **_NATIVE_BF16),
-    DeviceFamily("Hopper", "cuda", "bf16", BF16_NATIVE, _HALF_OR_FP32, since=(9, 0), **_NATIVE_BF16),
-    DeviceFamily("Ada", "cuda", "bf16", BF16_NATIVE, _HALF_OR_FP32, since=(8, 9), **_NATIVE_BF16),
-    DeviceFamily("Ampere", "cuda", "bf16", BF16_NATIVE, _HALF_OR_FP32, since=(8, 0), **_NATIVE_BF16),
-    DeviceFamily(
-        "Turing with tensor cores",
-        "cuda",
-        "planned-half",
-        f"{HALF_ONLY} (T4: 65 TFLOPS in fp16, 8.1 in fp32)",
-        _FP32,
-        since=(7, 5),
-        names=TURING_WITH_TENSOR_CORES,
-        tensor_cores=True,
-    ),
-    DeviceFamily(
-        "Turing without tensor cores",
-        "cuda",
-        "fp32",
-        f"{NO_TENSOR_CORES}, and fp16 convolutions can give NaN",
-        since=(7, 5),
-        names=TURING_WITHOUT_TENSOR_CORES,
-    ),
-    DeviceFamily(
-        "Turing of an unknown name",
-        "cuda",
-        "fp32",
-        SOME_TENSOR_CORES,
-        _HALF,
-        since=(7, 5),
-        warning=_UNKNOWN_TURING_HINT,
-    ),
-    DeviceFamily(
-        "Volta",
-        "cuda",
-        "planned-half",
-        f"{HALF_ONLY} (V100: 125 TFLOPS in fp16, 15.7 in fp32)",
-        _FP32,
-        since=(7, 0),
-        tensor_cores=True,
-    ),
-    DeviceFamily(
-        "Pascal", "cuda", "fp32", f"{NO_TENSOR_CORES}; fp16 arithmetic runs at 1/64 of the rate", _HALF, since=(6, 1)
-    ),
-    DeviceFamily("Pascal", "cuda", "fp32", f"{NO_TENSOR_CORES}: torch adds them up in fp32", _HALF, since=(6, 0)),
-    DeviceFamily("Maxwell", "cuda", "fp32", NO_TENSOR_CORES, _HALF, since=(5, 0)),
-    DeviceFamily("Kepler or older", "cuda", "fp32", NO_TENSOR_CORES, since=(1, 0)),
-    DeviceFamily("RDNA 4", "rocm", "bf16", BF16_NATIVE, _HALF_OR_FP32, names=(r"gfx12\w\w",), **_NATIVE_BF16),
-    DeviceFamily("RDNA 3", "rocm", "bf16", BF16_NATIVE, _HALF_OR_FP32, names=(r"gfx11\w\w",), **_NATIVE_BF16),
-    DeviceFamily(
-        "CDNA 3 or 4", "rocm", "bf16", BF16_NATIVE, _HALF_OR_FP32, names=(r"gfx94[0-2]", "gfx950"), **_NATIVE_BF16
-    ),
-    DeviceFamily("CDNA 2", "rocm", "bf16", BF16_NATIVE_MI200, _FP32, names=("gfx90a",), **_NATIVE_BF16),
-    DeviceFamily("CDNA 1", "rocm", "bf16", BF16_NATIVE_MI100, _HALF_OR_FP32, names=("gfx908",), **_NATIVE_BF16),
-    DeviceFamily("RDNA 1 or 2", "rocm", "planned-half", HALF_IN_PAIRS, _FP32, names=(r"gfx10\w\w",)),
-    DeviceFamily("Vega 20", "rocm", "planned-half", HALF_IN_PAIRS, _FP32, names=("gfx906",)),
-    DeviceFamily("Vega or older", "rocm", "fp32", NO_MATRIX_CORES, _HALF, names=(r"gfx[6-9]\w\w",)),
-    DeviceFamily(
-        "Intel Xe",
-        "xpu",
-        "bf16",
-        f"bf16 is native in its matrix engines; {HALF_AS_FP32}",
-        _HALF_OR_FP32,
-        names=XE_WITH_MATRIX_ENGINES,
-        **_NATIVE_BF16,
-    ),
-    DeviceFamily(
-        "Intel GPU of an unknown name",
-        "xpu",
-        "fp32",
-        SOME_MATRIX_ENGINES,
-        ("bf16", "planned-half"),
-        warning=_UNKNOWN_XE_HINT,
-    ),
-    DeviceFamily("Apple GPU", "mps", "fp32", f"bf16 is emulated on M1 and M2, and 50 % slower; {HALF_AS_FP32}", _HALF),
-    DeviceFamily("CPU", "cpu", "fp32", CPU_EMULATES_HALF, ("planned-half", "bf16")),
-)
 
 # mm, bmm, addmm and baddbmm took `out_dtype` in torch 2.8 (its release notes), on CUDA; ROCm and XPU followed later
 # or not at all, so nothing is promised there. numerics/products.py tries it before it relies on it.
@@ -226,36 +147,55 @@ def advise(facts: DeviceFacts) -> Advice:
     >>> advise(t4).compute, advise(t4).native_bf16
     ('planned-half', False)
     """
-    rule = next((rule for rule in DEVICE_FAMILIES if rule.fits(facts)), None)
-    if rule is None:
-        rule = DeviceFamily(
-            "Unknown", facts.kind, "fp32", "fp32 is right on every device", warning=_UNKNOWN_DEVICE_HINT
-        )
-    single_output = facts.kind == "cuda" and _leading(facts.torch_version) >= MIN_TORCH_FOR_OUT_DTYPE
-    identity = _identity(facts)
-    reasons = [f"{rule.family}{f' ({identity})' if identity else ''}: {rule.reason}"]
-    if facts.capability and not rule.native_bf16:
+    family = next((family for family in read_device_families() if family.fits(facts)), None)
+    family = family or parse_device_family(read_package_toml(_DEVICES_FILE)["unknown"])
+    single_output = facts.kind == "cuda" and parse_version_parts(facts.torch_version) >= MIN_TORCH_FOR_OUT_DTYPE
+    identity = facts.architecture
+    reasons = [f"{family.family}{f' ({identity})' if identity else ''}: {family.reason}"]
+    if facts.capability and not family.native_bf16:
         reasons.append(BF16_EMULATED)
     if facts.kind == "cpu":
         build = "a GPU build that sees no GPU: see to the driver" if facts.arch_list else "a CPU build, blind to GPUs"
         reasons.append(f"torch {facts.torch_version} is {build}")
-    warnings = _missing_kernels(facts)
-    if rule.warning:
-        warnings.append(f"{facts.name}: {rule.warning}")
-    if rule.compute == "planned-half" and facts.kind == "cuda" and not single_output:
-        warnings.append(
-            f"torch {facts.torch_version} writes fp16 products in fp16 only, so each is scaled to fit and rounded once "
-            f"more. Install torch {_dotted(MIN_TORCH_FOR_OUT_DTYPE)} or later."
-        )
     return Advice(
-        compute=rule.compute,
-        alternatives=rule.alternatives,
-        native_bf16=rule.native_bf16,
-        tensor_cores=rule.tensor_cores,
+        compute=family.compute,
+        alternatives=family.alternatives,
+        native_bf16=family.native_bf16,
+        tensor_cores=family.tensor_cores,
         fp16_output_products=single_output,
         reasons=tuple(reasons),
-        warnings=tuple(warnings),
+        cautions=tuple(list_cautions(facts, family, single_output)),
     )
+
+
+def list_cautions(facts: DeviceFacts, family: DeviceFamily, single_output: bool) -> Iterator[Caution]:
+    """What to know of a device, the worst first."""
+    if not has_kernels(facts):
+        yield Caution(
+            "kernels",
+            f"torch {facts.torch_version} holds no kernels for {facts.name} ({facts.architecture}), only for "
+            f"{', '.join(facts.arch_list)}; it would stop with 'no kernel image is available'",
+            find_wheel_remedy(facts),
+        )
+    if family.warning:
+        yield Caution("name", f"{facts.name}: {family.warning}", family.remedy)
+    if family.compute == "planned-half" and facts.kind == "cuda" and not single_output:
+        yield Caution(
+            "output",
+            f"torch {facts.torch_version} writes fp16 products in fp16 only, so each is scaled to fit and rounded once "
+            "more",
+            f"Install torch {'.'.join(map(str, MIN_TORCH_FOR_OUT_DTYPE))} or later.",
+        )
+
+
+def find_wheel_remedy(facts: DeviceFacts) -> str:
+    """Which torch has kernels for a device."""
+    capability = facts.capability or (0, 0)
+    if facts.kind == "rocm":
+        return "Install a ROCm wheel of torch that lists it."
+    if capability in INTEGRATED_CAPABILITIES:
+        return JETSON_WHEEL_REMEDY
+    return next(text for since, text in WHEEL_REMEDY_BY_CAPABILITY if capability >= since)
 
 
 def has_kernels(facts: DeviceFacts) -> bool:
@@ -265,10 +205,10 @@ def has_kernels(facts: DeviceFacts) -> bool:
     a suffix "a" ties either to one capability. AMD: the architecture itself must be listed.
     """
     if facts.kind == "rocm":
-        return not facts.gcn_arch or not facts.arch_list or _identity(facts) in facts.arch_list
+        return not facts.gcn_arch or not facts.arch_list or facts.architecture in facts.arch_list
     if facts.kind != "cuda" or not facts.arch_list or facts.capability is None:
         return True
-    joined = _leading(facts.cuda_version or "") >= MIN_CUDA_FOR_INTEGRATED
+    joined = parse_version_parts(facts.cuda_version or "") >= MIN_CUDA_FOR_INTEGRATED
     return any(_runs_on(entry, facts.capability, joined) for entry in facts.arch_list)
 
 
@@ -301,9 +241,6 @@ def read_device_facts(index: int = 0) -> DeviceFacts:
 
 
 def _cpu_facts(build: Mapping[str, Any]) -> DeviceFacts:
-    import os
-    import platform
-
     known = getattr(os, "sysconf_names", {})  # not there on Windows
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in known else 0
     return DeviceFacts(platform.processor() or platform.machine() or "CPU", "cpu", None, "", memory, **build)
@@ -318,22 +255,6 @@ def _check_index(index: int, count: int) -> None:
             evidence={"devices": count},
             remedy="Take 0: there is one device." if count == 1 else f"Take 0 to {count - 1}.",
         )
-
-
-def _missing_kernels(facts: DeviceFacts) -> list[str]:
-    if has_kernels(facts):
-        return []
-    capability = facts.capability or (0, 0)
-    if facts.kind == "rocm":
-        remedy = "Install a ROCm wheel of torch that lists it."
-    elif capability in INTEGRATED_CAPABILITIES:
-        remedy = JETSON_WHEEL_REMEDY
-    else:
-        remedy = next(text for since, text in WHEEL_REMEDY_BY_CAPABILITY if capability >= since)
-    return [
-        f"torch {facts.torch_version} holds no kernels for {facts.name} ({_identity(facts)}), only for "
-        f"{', '.join(facts.arch_list)}; it would stop with 'no kernel image is available'. {remedy}"
-    ]
 
 
 def _runs_on(entry: str, capability: Capability, joined: bool) -> bool:
@@ -351,18 +272,11 @@ def _runs_on(entry: str, capability: Capability, joined: bool) -> bool:
     return not apart and built[0] == capability[0] and built[1] <= capability[1]
 
 
-def _identity(facts: DeviceFacts) -> str:
-    """'7.5', 'gfx90a', or '' where a device has no such number."""
-    if facts.kind == "rocm":
-        return facts.gcn_arch.partition(":")[0]
-    return _dotted(facts.capability) if facts.capability else ""
+def parse_version_parts(version: str, parts: int = 2) -> tuple[int, ...]:
+    """The first numbers of a version.
 
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-def _leading(version: str) -> tuple[int, ...]:
-    """(2, 14) of '2.14.1+cu130'; () where there is no such beginning."""
-    parsed = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, parsed.groups())) if parsed else ()
+    >>> parse_version_parts("2.14.1+cu130"), parse_version_parts("580.65.06", 1), parse_version_parts("unknown")
+    ((2, 14), (580,), ())
+    """
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")[:parts]) if found else ()

@@ -42,7 +42,7 @@ WORD_FIELDS = ("what", "do")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Where `when` holds of the facts, a finding of this level and code. `fields`: more fields, by their paths."""
+    """Where `when` holds of the facts, a finding of this level and code. `fields`: more of them, paths or numbers."""
 
     level: Level
     code: str
@@ -51,12 +51,13 @@ class Rule:
     text: str
     remedy: str = ""
     source: str = ""
-    fields: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, str | float] = field(default_factory=dict)
 
     def find(self, facts: Any) -> Iterator[Finding]:
         """A finding for each match."""
         for match in iterate_matches(self.when(facts)):
-            fields = {name: read_fact(facts, path) for name, path in self.fields.items()} | dict(match)
+            given = {n: read_fact(facts, v) if isinstance(v, str) else v for n, v in self.fields.items()}
+            fields = given | dict(match)
             subject, text, remedy = (part.format(**fields) for part in (self.subject, self.text, self.remedy))
             evidence = {name: value for name, value in fields.items() if name not in WORD_FIELDS}
             if self.source:

@@ -112,5 +112,6 @@ TESTS: Mapping[str, Callable[[Any, Any], bool]] = {
     "matches": lambda value, pattern: value is not None and bool(re.search(pattern, str(value))),
     "version": is_version_in,
     "holds": lambda value, wanted: bool(value) is wanted,
+    "known": lambda value, wanted: (value is not None) is wanted,
 }
 """Each test by its name: the value of the fact, and what it is compared with."""

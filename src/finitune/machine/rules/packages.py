@@ -3,176 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
 
 from finitune.machine.environment import Environment, Package
-from finitune.machine.hardware import Capability, has_kernels
-from finitune.machine.rules.devices import format_architecture, list_distinct_devices
-from finitune.machine.rules.rule import (
-    DEVICE_ERROR,
-    DEVICE_NOTE,
-    DEVICE_WARNING,
-    MachineRule,
-    MatchFields,
-    parse_version_parts,
-)
-from finitune.report import Level
+from finitune.machine.hardware import has_kernels, parse_version_parts
+from finitune.machine.rules.devices import list_distinct_devices
+from finitune.rules.conditions import Fields, is_version_in
 
 _OWN_PACKAGE = "finitune"
 COMPILED_PACKAGES = ("xformers", "flash-attn", "sageattention", "torchvision", "torchaudio", "bitsandbytes", "nunchaku")
 """Packages whose binaries are of one torch."""
 
 
-@dataclass(frozen=True)
-class IncompatiblePair:
+def find_package_pair(environment: Environment, **versions: str) -> Iterator[Fields]:
     """Two packages, each in some versions, that break one another."""
-
-    first: str
-    first_versions: str
-    second: str
-    second_versions: str
-    what: str
-    mend: str
-    source: str
+    found = [environment.package(name) for name in versions]
+    there = [package for package in found if package and is_version_in(package.version, versions[package.name])]
+    if len(there) == len(versions):
+        yield {"pair": " with ".join(f"{package.name} {package.version}" for package in there)}
 
 
-@dataclass(frozen=True)
-class CapabilityFloor:
-    """The lowest compute capability that some versions of a package have code for."""
-
-    package: str
-    versions: str
-    capability: Capability
-    level: Level
-    what: str
-    mend: str
-    source: str
-
-
-BAD_PAIRS = (
-    IncompatiblePair(
-        "torch",
-        "<2.3",
-        "numpy",
-        ">=2",
-        "torch was built for NumPy 1: tensors and arrays cannot be exchanged",
-        "Install torch 2.3 or later, or numpy<2.",
-        "https://github.com/pytorch/pytorch/issues/107302",
-    ),
-    IncompatiblePair(
-        "diffusers",
-        "<0.29",
-        "huggingface-hub",
-        ">=0.26",
-        "diffusers imports cached_download, which is gone: it does not import",
-        "Install diffusers 0.29 or later.",
-        "https://github.com/easydiffusion/easydiffusion/issues/1851",
-    ),
-    IncompatiblePair(
-        "diffusers",
-        "<0.36",
-        "transformers",
-        ">=5",
-        "diffusers imports FLAX_WEIGHTS_NAME, which is gone: its pipelines do not import",
-        "Install diffusers 0.36 or later.",
-        "https://github.com/huggingface/diffusers/pull/12354",
-    ),
-)
-
-FLOORS = (
-    CapabilityFloor(
-        "flash-attn",
-        ">=2",
-        (8, 0),
-        DEVICE_WARNING,
-        "FlashAttention 2 has kernels from Ampere (8.0) on",
-        "Use torch's own attention, which finitune does: it is memory-efficient on this card.",
-        "https://github.com/Dao-AILab/flash-attention#nvidia-cuda-support",
-    ),
-    CapabilityFloor(
-        "xformers",
-        ">=0.0.31",
-        (7, 5),
-        DEVICE_WARNING,
-        "xformers 0.0.31 and later do not support V100 or older",
-        "Use torch's own attention, which finitune does, or xformers 0.0.30.",
-        "https://github.com/facebookresearch/xformers/releases/tag/v0.0.31",
-    ),
-    CapabilityFloor(
-        "bitsandbytes",
-        ">=0.48",
-        (6, 0),
-        DEVICE_WARNING,
-        "the wheels of bitsandbytes 0.48 and later start at Pascal (6.0)",
-        "Install bitsandbytes 0.47, or choose an optimizer of torch.",
-        "https://huggingface.co/docs/bitsandbytes/v0.48.1/installation",
-    ),
-    CapabilityFloor(
-        "sageattention",
-        ">=2",
-        (8, 0),
-        DEVICE_WARNING,
-        "SageAttention 2 has kernels from Ampere (8.0) on",
-        "Use torch's own attention, which finitune does.",
-        "https://github.com/thu-ml/SageAttention/issues/283",
-    ),
-    CapabilityFloor(
-        "triton",
-        ">=3.3",
-        (8, 0),
-        DEVICE_NOTE,
-        "Triton 3.3 and later use no tensor cores before Ampere (8.0)",
-        "Leave training.torch_compile off on this card.",
-        "https://github.com/triton-lang/triton/pull/5066",
-    ),
-)
+def find_cards_below(
+    environment: Environment, package: str, versions: str, capability: Sequence[int]
+) -> Iterator[Fields]:
+    """Cards for which some versions of a package have no code: those of a lower capability."""
+    found = environment.package(package)
+    if not found or not is_version_in(found.version, versions):
+        return
+    for device, _ in list_distinct_devices(environment):
+        facts = device.facts
+        if facts.capability and facts.capability < tuple(capability):
+            name = f"{found.name} {found.version}"
+            yield {"package": name, "device": facts.name, "capability": facts.architecture}
 
 
-def is_version_in(version: str, versions: str) -> bool:
-    """Whether a version is one of those that a specifier names; False for what is no version."""
-    try:
-        return SpecifierSet(versions).contains(Version(version), prereleases=True)
-    except InvalidVersion:
-        return False
-
-
-def find_bad_pairs(environment: Environment) -> Iterator[MatchFields]:
-    for pair in BAD_PAIRS:
-        first, second = environment.package(pair.first), environment.package(pair.second)
-        if not first or not second:
-            continue
-        if not is_version_in(first.version, pair.first_versions) or not is_version_in(
-            second.version, pair.second_versions
-        ):
-            continue
-        names = f"{first.name} {first.version} with {second.name} {second.version}"
-        yield {"pair": names, "what": pair.what, "do": pair.mend, "source": pair.source}
-
-
-def find_below_floor(level: Level, environment: Environment) -> Iterator[MatchFields]:
-    for floor in FLOORS:
-        package = environment.package(floor.package)
-        if floor.level is not level or not package or not is_version_in(package.version, floor.versions):
-            continue
-        for device, _ in list_distinct_devices(environment):
-            if device.facts.capability and device.facts.capability < floor.capability:
-                yield {
-                    "package": f"{package.name} {package.version}",
-                    "device": device.facts.name,
-                    "capability": format_architecture(device),
-                    "what": floor.what,
-                    "do": floor.mend,
-                    "source": floor.source,
-                }
-
-
-def find_extensions_without_kernels(environment: Environment) -> Iterator[MatchFields]:
+def find_extensions_without_kernels(environment: Environment) -> Iterator[Fields]:
     """Packages that say for which cards they were built, and a card that is none of them."""
     for package in environment.packages:
         archs = tuple(arch for built in package.built_archs for arch in to_torch_archs(built))
@@ -181,7 +50,7 @@ def find_extensions_without_kernels(environment: Environment) -> Iterator[MatchF
                 yield {
                     "package": f"{package.name} {package.version}",
                     "device": device.facts.name,
-                    "capability": format_architecture(device),
+                    "capability": device.facts.architecture,
                     "built_for": ", ".join(package.built_archs),
                 }
 
@@ -189,7 +58,7 @@ def find_extensions_without_kernels(environment: Environment) -> Iterator[MatchF
 def to_torch_archs(built: str) -> list[str]:
     """An entry of TORCH_CUDA_ARCH_LIST as torch.cuda.get_arch_list() spells it: '9.0+PTX' is two.
 
-    >>> torch_spelling("8.6"), torch_spelling("9.0+PTX")
+    >>> to_torch_archs("8.6"), to_torch_archs("9.0+PTX")
     (['sm_86'], ['sm_90', 'compute_90'])
     """
     number, _, ptx = built.partition("+")
@@ -197,7 +66,7 @@ def to_torch_archs(built: str) -> list[str]:
     return [f"sm_{digits}", *([f"compute_{digits}"] if ptx else [])]
 
 
-def find_mismatched_extensions(environment: Environment) -> Iterator[MatchFields]:
+def find_mismatched_extensions(environment: Environment) -> Iterator[Fields]:
     """Compiled packages made for another torch, or for another CUDA, than the one that is installed."""
     torch = environment.torch
     for package in environment.packages:
@@ -242,7 +111,7 @@ def parse_requirement(text: str) -> Requirement | None:
     return requirement if not requirement.marker or requirement.marker.evaluate({"extra": ""}) else None
 
 
-def find_unmet_requirements(environment: Environment, *, ours: bool) -> Iterator[MatchFields]:
+def find_unmet_requirements(environment: Environment, ours: bool) -> Iterator[Fields]:
     """Requirements that an installed package does not meet; those on torch of compiled packages are told elsewhere."""
     for package in environment.packages:
         if (package.name == _OWN_PACKAGE) is not ours:
@@ -266,76 +135,15 @@ def find_unmet_requirements(environment: Environment, *, ours: bool) -> Iterator
             }
 
 
-def find_damaged_packages(environment: Environment) -> Iterator[MatchFields]:
+def find_damaged_packages(environment: Environment) -> Iterator[Fields]:
     yield from ({"package": package.name} for package in environment.packages if not package.version)
 
 
-_REQUIREMENTS_URL = "https://packaging.python.org/en/latest/specifications/core-metadata/#requires-dist-multiple-use"
-
-PACKAGE_RULES = (
-    MachineRule(
-        "PACKAGE-TOO-OLD",
-        DEVICE_ERROR,
-        "{needs}",
-        lambda e: find_unmet_requirements(e, ours=True),
-        "finitune needs {needs}, and {installed} is installed",
-        "pip install --upgrade '{needs}'",
-        _REQUIREMENTS_URL,
-    ),
-    MachineRule("PACKAGES-BREAK", DEVICE_WARNING, "{pair}", find_bad_pairs, "{what}", "{do}", "the table BAD_PAIRS"),
-    MachineRule(
-        "EXTENSION-OTHER-TORCH",
-        DEVICE_WARNING,
-        "{package}",
-        find_mismatched_extensions,
-        "{package} was built for {built_for}, and torch is {torch} (CUDA {cuda}): its kernels will not load, and "
-        "programs that import it may fail",
-        "Install the build for this torch, or remove it: finitune uses torch's own attention.",
-        "https://github.com/bmaltais/kohya_ss/issues/1651",
-    ),
-    MachineRule(
-        "EXTENSION-WITHOUT-KERNELS",
-        DEVICE_WARNING,
-        "{package}",
-        find_extensions_without_kernels,
-        "{package} holds no kernels for {device} ({capability}), only for {built_for}: 'no kernel image is available'",
-        "Install a build for the card, or remove it: finitune uses torch's own attention.",
-        "https://github.com/bmaltais/kohya_ss/issues/3368",
-    ),
-    MachineRule(
-        "CARD-BELOW-PACKAGE",
-        DEVICE_WARNING,
-        "{package}",
-        lambda e: find_below_floor(DEVICE_WARNING, e),
-        "{what}, and {device} is {capability}",
-        "{do}",
-        "the table FLOORS",
-    ),
-    MachineRule(
-        "CARD-BELOW-PACKAGE",
-        DEVICE_NOTE,
-        "{package}",
-        lambda e: find_below_floor(DEVICE_NOTE, e),
-        "{what}, and {device} is {capability}",
-        "{do}",
-        "the table FLOORS",
-    ),
-    MachineRule(
-        "PACKAGE-MISMATCH",
-        DEVICE_WARNING,
-        "{package}",
-        lambda e: find_unmet_requirements(e, ours=False),
-        "{package} {version} needs {needs}, and {installed} is installed",
-        "pip install --upgrade {package}, or install what it needs.",
-        _REQUIREMENTS_URL,
-    ),
-    MachineRule(
-        "PACKAGE-DAMAGED",
-        DEVICE_WARNING,
-        "{package}",
-        find_damaged_packages,
-        "the metadata of {package} cannot be read: an installation was broken off, or two were mixed",
-        "pip install --force-reinstall {package}",
-        "https://pip.pypa.io/en/stable/topics/dependency-resolution/",
-    ),
+PREDICATES = (
+    find_package_pair,
+    find_cards_below,
+    find_extensions_without_kernels,
+    find_mismatched_extensions,
+    find_unmet_requirements,
+    find_damaged_packages,
 )

@@ -159,8 +159,8 @@ def build_facts_tables(environment: Environment) -> list[Table]:
 
 def list_fact_rows(environment: Environment) -> list[tuple[str, str, str]]:
     """Each fact, its value, and its meaning."""
-    from finitune.machine.rules.pytorch import find_no_gpu_reason
-    from finitune.machine.rules.rule import to_gib
+    from finitune.machine.environment import to_gib
+    from finitune.machine.rules.software import find_no_gpu_reason
 
     python, machine, torch, memory = environment.python, environment.machine, environment.torch, environment.memory
     where = " ".join(filter(None, (machine.container, machine.hosted, "WSL" if machine.wsl else "")))
@@ -200,7 +200,7 @@ def format_device_row(facts: DeviceFacts, free_gib: float) -> tuple[str, str, st
 
 def probe_processes(count: int, environment: Environment, report: Report, progress: Progress) -> None:
     """Test several processes, unless there are more of them than GPUs."""
-    from finitune.machine.rules.devices import examine_processes
+    from finitune.machine.rules import examine_processes
     from finitune.verbs.doctor import distributed
 
     found = examine_processes(environment, count) if count > 1 else []
