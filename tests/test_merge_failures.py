@@ -50,13 +50,13 @@ import sys, time
 from pathlib import Path
 from finitune.merging import work
 from finitune.verbs.merge import Request, run
-whole = work.merge_rows
+whole = work.merge_tensor_rows
 def slowly(*arguments):
     sys.stdout.write("writing\\n")  # at once, for there is more than one thread
     sys.stdout.flush()
     time.sleep(60)
     return whole(*arguments)
-work.merge_rows = slowly
+work.merge_tensor_rows = slowly
 run(Request(model=sys.argv[1], adapters=(sys.argv[2],), out=Path(sys.argv[3])))
 """
 

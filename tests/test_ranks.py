@@ -137,7 +137,8 @@ def test_alone_nothing_is_joined() -> None:
         "import os, sys; from finitune.training.ranks import ProcessRanks\n"
         "for launcher in ({}, {'WORLD_SIZE': '1', 'RANK': '0'}):\n"
         "    os.environ.update(launcher)\n"
-        "    with ProcessRanks.joined('cpu') as r: print(r.world, r.device, r.gathered(7), 'accelerate' in sys.modules)"
+        "    with ProcessRanks.open_process_group('cpu') as r:\n"
+        "        print(r.world, r.device, r.gathered(7), 'accelerate' in sys.modules)"
     )
     run = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
     assert run.stdout.splitlines() == ["1 cpu [7] False"] * 2, run.stderr

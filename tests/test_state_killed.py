@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from finitune.training.manifest import TrainingManifest
 from finitune.training.atomic_folder import clean_run_folder
-from finitune.training.checkpoint import RunState, find_last_state, load_run_state, save_run_state,
-iterate_state_folders
+from finitune.training.checkpoint import (
+    RunState, find_last_state, load_run_state, save_run_state, iterate_state_folders
+)
 
 torch.set_num_threads(1)
 place, way, times = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -87,8 +87,8 @@ def test_control_c_in_a_shell(playground: Playground):
 import os, signal, sys
 from pathlib import Path
 from finitune.verbs.train import Request, run
-from finitune.progress import Silent
-class Impatient(Silent):
+from finitune.progress import SilentProgress
+class Impatient(SilentProgress):
     def advance(self, stage, count=1):
         if stage == "training":
             os.kill(os.getpid(), signal.SIGINT)

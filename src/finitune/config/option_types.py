@@ -40,7 +40,7 @@ def describe_option_type(field: FieldInfo) -> str:
     """What an option holds, in words: "a number of at least 0".
 
     >>> from finitune.config.schema import OptimizerSection
-    >>> kind_of(OptimizerSection.model_fields["ema_decay"])
+    >>> describe_option_type(OptimizerSection.model_fields["ema_decay"])
     'a number above 0 and below 1'
     """
     bounds = [
@@ -152,7 +152,7 @@ def coerce_option_number(kind: type[int] | type[float], value: Any) -> tuple[int
 def parse_readable_number(text: str) -> int | float | None:
     """The number that a text is, whole if it is written so; None if it is none.
 
-    >>> readable_number("1e-4"), readable_number("017"), readable_number("one")
+    >>> parse_readable_number("1e-4"), parse_readable_number("017"), parse_readable_number("one")
     (0.0001, 17, None)
     """
     for kind in (int, float):

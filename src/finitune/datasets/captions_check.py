@@ -104,7 +104,7 @@ def find_common_word(captions: Sequence[str]) -> str:
 def split_caption_words(caption: str) -> list[str]:
     """The words of a caption in lower case.
 
-    >>> words_of("Sks-girl, long hair")
+    >>> split_caption_words("Sks-girl, long hair")
     ['sks-girl', 'long', 'hair']
     """
     return _WORD_PATTERN.findall(caption.casefold())

@@ -68,7 +68,7 @@ class KeyMap:
 def expand_templates(left: str, right: str, **choices: WordPairs) -> list[TemplatePair]:
     """Pairs of templates for all combinations of choices, each a tuple of (left word, right word).
 
-    >>> spell("{part}.{i}.weight", "{part}s.{i}.weight", part=(("a", "A"), ("b", "B")))
+    >>> expand_templates("{part}.{i}.weight", "{part}s.{i}.weight", part=(("a", "A"), ("b", "B")))
     [('a.{i}.weight', 'As.{i}.weight'), ('b.{i}.weight', 'Bs.{i}.weight')]
     """
     pairs: list[TemplatePair] = []

@@ -52,7 +52,7 @@ class KeySuffix:
     def name_in(self, key: str) -> str:
         """PEFT's name of the adapter in a key that this suffix ends; '' where there is none.
 
-        >>> split("a.to_q.lora_A.default.weight")[1].name_in("a.to_q.lora_A.default.weight")
+        >>> split_adapter_key("a.to_q.lora_A.default.weight")[1].name_in("a.to_q.lora_A.default.weight")
         'default'
         """
         found = re.search(f"{self.pattern('?P<name>')}$", key) if self.named else None
@@ -141,7 +141,7 @@ _SUFFIXED_KEY_PATTERN = re.compile(
 def split_adapter_key(key: str) -> tuple[str, KeySuffix] | None:
     """A key's module name and suffix, or None where no suffix of the table ends it.
 
-    >>> module, suffix = split("blocks.0.attn.to_q.lora_A.default_0.weight")
+    >>> module, suffix = split_adapter_key("blocks.0.attn.to_q.lora_A.default_0.weight")
     >>> module, suffix.role
     ('blocks.0.attn.to_q', 'down')
     """
@@ -155,7 +155,7 @@ def split_adapter_key(key: str) -> tuple[str, KeySuffix] | None:
 def find_suffix(role: str, algorithm: str, dialects: Sequence[str]) -> KeySuffix | None:
     """How the first of `dialects` that can spells a role of an algorithm; None where none of them can.
 
-    >>> suffix_of("down", "lora", ("peft", "kohya")).text
+    >>> find_suffix("down", "lora", ("peft", "kohya")).text
     '.lora_A.weight'
     """
     for dialect in dialects:

@@ -33,8 +33,8 @@ def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
 def format_value(value: object) -> str:
     """`value` as a person reads it.
 
-    >>> spelled(81920.0), spelled(0.0130001), spelled(28), spelled(True), spelled([1, 2]), spelled(None)
-    ('81 920', '0.013', '28', 'yes', '1, 2', '-')
+    >>> [format_value(value) for value in (81920.0, 0.0130001, 28, True, [1, 2], None)]
+    ['81 920', '0.013', '28', 'yes', '1, 2', '-']
     """
     if value is None:
         return "-"
@@ -54,7 +54,7 @@ def format_value(value: object) -> str:
 def escape_control_characters(text: str) -> str:
     r"""`text` without control characters: names come out of files, and must not steer a terminal.
 
-    >>> printable("block\x1b[31m")
+    >>> escape_control_characters("block\x1b[31m")
     'block\\x1b[31m'
     """
     return "".join(char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text)

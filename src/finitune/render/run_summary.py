@@ -171,7 +171,7 @@ def format_run_path(path: Path, folder: Path) -> str:
 def format_grouped_count(count: int, noun: str) -> str:
     """One thing, or many.
 
-    >>> counted(1, "picture"), counted(12000, "picture")
+    >>> format_grouped_count(1, "picture"), format_grouped_count(12000, "picture")
     ('1 picture', '12 000 pictures')
     """
     return f"{format_value(count)} {noun}{'' if count == 1 else 's'}"
@@ -180,7 +180,7 @@ def format_grouped_count(count: int, noun: str) -> str:
 def format_duration(seconds: float) -> str:
     """A duration as a person says it.
 
-    >>> spelled_time(0.0213), spelled_time(41.7), spelled_time(192), spelled_time(15_120)
+    >>> format_duration(0.0213), format_duration(41.7), format_duration(192), format_duration(15_120)
     ('0.021 s', '42 s', '3 min 12 s', '4 h 12 min')
     """
     if not math.isfinite(seconds):
@@ -198,7 +198,7 @@ def format_duration(seconds: float) -> str:
 def format_byte_size(count: int) -> str:
     """A size in the unit that suits it.
 
-    >>> spelled_bytes(17), spelled_bytes(944_361_472), spelled_bytes(15 * 2**30)
+    >>> format_byte_size(17), format_byte_size(944_361_472), format_byte_size(15 * 2**30)
     ('17 bytes', '901 MiB', '15 GiB')
     """
     for size, unit in _BYTE_UNITS:

@@ -162,9 +162,9 @@ GLOO_ERROR_PATTERNS = (
 def explain_peer_error(text: str) -> PeerErrorExplanation | None:
     """What an error text of torch's distributed package means; None where it names nothing that is known.
 
-    >>> explain("ncclSystemError: System call (e.g. socket, malloc) ...").name
+    >>> explain_peer_error("ncclSystemError: System call (e.g. socket, malloc) ...").name
     'ncclSystemError'
-    >>> explain("out of cheese")
+    >>> explain_peer_error("out of cheese")
     """
     for pattern, explanation in PEER_ERROR_PATTERNS:
         if re.search(pattern, text, re.DOTALL):

@@ -71,7 +71,7 @@ def read_xformers_build(package: metadata.Distribution) -> dict[str, object]:
 def format_cuda_version(cuda: object) -> str:
     """'12.1' of 1201.
 
-    >>> dotted(1201), dotted(None)
+    >>> format_cuda_version(1201), format_cuda_version(None)
     ('12.1', '')
     """
     return f"{cuda // 100}.{cuda % 100}" if isinstance(cuda, int) else ""
