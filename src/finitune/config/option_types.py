@@ -261,7 +261,7 @@ SECTION_BY_HEADER: dict[str, type[ConfigSection]] = {
 def find_option_placement(option: str) -> OptionPlacement | None:
     """Where an option belongs; None where there is no such option.
 
-    >>> str(home_of("num_repeats")), str(home_of("learning_rate"))
+    >>> str(find_option_placement("num_repeats")), str(find_option_placement("learning_rate"))
     ('[general], [[datasets]] or [[datasets.subsets]]', '[optimizer]')
     """
     if option == "subsets":
@@ -273,7 +273,7 @@ def find_option_placement(option: str) -> OptionPlacement | None:
 def find_nearest_name(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` is a misspelling of, if it is one.
 
-    >>> nearest("learing_rate", ["learning_rate", "lr_scheduler"])
+    >>> find_nearest_name("learing_rate", ["learning_rate", "lr_scheduler"])
     'learning_rate'
     """
     from rapidfuzz import fuzz, process

@@ -277,7 +277,7 @@ def flatten_toml_values(value: Any, path: TomlKeyPath = ()) -> list[tuple[TomlKe
 def parse_key_path(key: str) -> TomlKeyPath:
     """The path that a spelled one is: datasets[0].resolution.
 
-    >>> path_of("datasets[0].subsets[1].image_dir")
+    >>> parse_key_path("datasets[0].subsets[1].image_dir")
     ('datasets', 0, 'subsets', 1, 'image_dir')
     """
     return tuple(int(part) if part.isdigit() else part for part in re.findall(r"[^.\[\]]+", key))
