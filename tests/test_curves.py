@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from finitune.render import escape_control_characters
 from finitune.render.axes import ChartAxis, build_enclosing_axis, build_tight_axis, is_drawable
-from finitune.render.html import HTML_PAGE_CSS
+from finitune.render.html import TEMPLATE_FOLDER
 from finitune.render.line_chart import (
     LEGEND_CHARACTER_WIDTH,
     MAX_CURVE_POINTS,
@@ -248,7 +248,7 @@ def luminance(colour: str) -> float:
 
 @pytest.mark.parametrize("scheme", [0, 1])
 def test_every_curve_stands_out_from_the_paper(scheme: int):
-    colours = re.findall(r"--curve-\d: (#\w{6})", HTML_PAGE_CSS)
+    colours = re.findall(r"--curve-\d: (#\w{6})", (TEMPLATE_FOLDER / "page.css").read_text(encoding="utf-8"))
     assert len(colours) == 16 and len(set(colours)) == 16
     paper = luminance(("#ffffff", "#16181b")[scheme])
     for colour in colours[8 * scheme : 8 * scheme + 8]:

@@ -24,6 +24,10 @@ class ChartAxis:
     texts: tuple[str, ...]
     log: bool = False
 
+    def labels(self) -> Iterator[tuple[float, str]]:
+        """The round numbers, each with its spelling."""
+        return zip(self.ticks, self.texts, strict=True)
+
     def share(self, value: float) -> float:
         """How far along the axis `value` is: 0 at its low end, 1 at its high end, nothing beyond."""
         low, high, value = (

@@ -11,18 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from finitune.render import escape_control_characters, escape_markup, format_value
+from finitune.render import escape_control_characters, format_value
 from finitune.render.axes import ChartAxis, build_enclosing_axis, build_tight_axis, is_drawable
-from finitune.render.range_chart import build_svg_header
+from finitune.render.html import render_template
 
 WIDE_CHART_WIDTH, NARROW_CHART_WIDTH = 730.0, 350.0
 PLOT_LEFT_MARGIN, PLOT_RIGHT_MARGIN, PLOT_HEIGHT, _PLOT_BOTTOM_MARGIN = 58.0, 22.0, 170.0, 40.0
 _TITLE_HEIGHT, _LEGEND_ROW_HEIGHT, _PLOT_TOP_MARGIN = 18.0, 17.0, 10.0
-LEGEND_CHARACTER_WIDTH, _SWATCH_WIDTH, _LEGEND_GAP = (
-    6.6,
-    26.0,
-    12.0,
-)  # a generous width of a character at this size: no font overlaps
+LEGEND_CHARACTER_WIDTH, _SWATCH_WIDTH, _LEGEND_GAP = 6.6, 26.0, 12.0  # generous at this size: no font overlaps
 _MAX_LEGEND_CHARACTERS = 46
 _MARKER_LANE_HEIGHT = 9.0
 MAX_CURVE_POINTS = 600
@@ -72,6 +68,7 @@ class PlotFrame:
     top: float
     width: float
     lanes: int = 0
+    left: float = PLOT_LEFT_MARGIN
 
     @property
     def right(self) -> float:
@@ -90,7 +87,7 @@ class PlotFrame:
 
     def x(self, value: float) -> float:
         """The horizontal place of a value."""
-        return PLOT_LEFT_MARGIN + (self.right - PLOT_LEFT_MARGIN) * self.across.share(value)
+        return self.left + (self.right - self.left) * self.across.share(value)
 
     def y(self, value: float) -> float:
         """The vertical place of a value."""
@@ -117,25 +114,29 @@ def render_line_chart(
     places = [place for line in series for place, _ in line.points]
     places += [place for mark in marks if isinstance(mark, AxisMarkers) for place in mark.at]
     across = build_tight_axis([place for place in places if is_drawable(place)], 8 if width == WIDE_CHART_WIDTH else 6)
-    key, rows = _legend(series, marks, width)
-    lanes = sum(isinstance(mark, AxisMarkers) for mark in marks)
+    entries = [(line.label, style) for line, style in _style_curves(series)]
+    entries += [(mark.label, _style_mark(mark)) for mark in marks]
+    legend, rows = _lay_out_legend(entries, width)
     frame = PlotFrame(
         across,
         build_enclosing_axis(values, log=log),
         _TITLE_HEIGHT + _LEGEND_ROW_HEIGHT * rows + _PLOT_TOP_MARGIN,
         width,
-        lanes,
+        lanes=sum(isinstance(mark, AxisMarkers) for mark in marks),
     )
-    lines = [
-        *build_svg_header(width, frame.foot + _PLOT_BOTTOM_MARGIN, title, describe_curves(series, log)),
-        f'<text x="0" y="12" font-size="12" font-weight="600">{escape_markup(title)}</text>',
-        *key,
-        *_grid(frame, x_label),
-        *_marked(frame, marks),
-        *(part for line, style in _styled(series) for part in _drawn(line, style, frame)),
-        "</svg>",
-    ]
-    return "\n".join(lines)
+    return render_template(
+        "line_chart.svg",
+        width=width,
+        height=frame.foot + _PLOT_BOTTOM_MARGIN,
+        title=title,
+        told=describe_curves(series, log),
+        x_label=x_label,
+        frame=frame,
+        legend=legend,
+        swatch=_SWATCH_WIDTH,
+        marks=list(_draw_marks(frame, marks)),
+        lines=[_draw_curve(line, style, frame) for line, style in _style_curves(series)],
+    )
 
 
 def has_drawable_points(series: Sequence[Curve], log: bool = False) -> bool:
@@ -193,99 +194,74 @@ class StrokeStyle:
     """How a line is drawn."""
 
     colour: str
-    dash: str
-    width: float
-    opacity: float
-
-    def attributes(self) -> str:
-        """The same as SVG has it."""
-        dash = f' stroke-dasharray="{self.dash}"' if self.dash else ""
-        return (
-            f'style="stroke:{self.colour}" fill="none" stroke-width="{self.width:g}" stroke-opacity="{self.opacity:g}"'
-            f' stroke-linejoin="round" stroke-linecap="{"butt" if self.dash else "round"}"{dash}'
-        )
+    dash: str = ""
+    width: float = 2.0
+    opacity: float = 1.0
 
 
-_REFERENCE_LINE_STYLE = StrokeStyle("var(--error, currentColor)", "5 4", 1.5, 1.0)
+@dataclass(frozen=True)
+class DrawnCurve:
+    """A curve as a path in its style; `dots` are its points where they are few, each to be shown with its numbers."""
+
+    label: str
+    style: StrokeStyle
+    path: str
+    dots: Sequence[CurvePoint]
 
 
-def _styled(series: Sequence[Curve]) -> Iterator[tuple[Curve, StrokeStyle]]:
+def _style_curves(series: Sequence[Curve]) -> Iterator[tuple[Curve, StrokeStyle]]:
     """Each line with its own colour and dashes; a faint one has the next one's colour."""
     number = 0
     for line in series:
         colour = f"var(--curve-{number % _CURVE_COLOR_COUNT + 1}, currentColor)"
         if line.faint:
-            yield line, StrokeStyle(colour, "", 1.0, 0.4)
+            yield line, StrokeStyle(colour, width=1.0, opacity=0.4)
         else:
-            yield line, StrokeStyle(colour, _CURVE_DASHES[number % len(_CURVE_DASHES)], 2.0, 1.0)
+            yield line, StrokeStyle(colour, _CURVE_DASHES[number % len(_CURVE_DASHES)])
             number += 1
 
 
-def _drawn(line: Curve, style: StrokeStyle, frame: PlotFrame) -> Iterator[str]:
-    """A line, and, where its points are few, each of them with its numbers."""
+def _style_mark(mark: ChartMark) -> StrokeStyle:
+    if isinstance(mark, ReferenceLine):
+        return StrokeStyle("var(--error, currentColor)", "5 4", 1.5)
+    return StrokeStyle(f"var(--{mark.tone}, currentColor)")
+
+
+def _draw_curve(line: Curve, style: StrokeStyle, frame: PlotFrame) -> DrawnCurve:
+    """The line; a point alone is a path of no length, which its round ends make a dot."""
     points = sorted((point for point in line.points if is_drawable(point[0])), key=lambda point: point[0])
     runs = decimate_points(points, frame.up.log)
+    path = ""
+    for run in runs:
+        places = [f"{frame.x(place):.1f} {frame.y(value):.1f}" for place, value in run]
+        path += f"M{places[0]}L{' '.join(places[1:] or places)}"
     few = len(points) <= _MAX_CURVE_DOTS and not line.faint
-    if runs:
-        yield f'<path class="line" d="{"".join(_path(run, frame) for run in runs)}" {style.attributes()}/>'
-    for place, value in (point for run in runs for point in run if few):
-        text = escape_markup(f"{line.label}: {format_value(value)} at {format_value(place)}")
-        yield (
-            f'<circle cx="{frame.x(place):.1f}" cy="{frame.y(value):.1f}" r="2.5" style="fill:{style.colour}">'
-            f"<title>{text}</title></circle>"
-        )
+    return DrawnCurve(line.label, style, path, [point for run in runs for point in run if few])
 
 
-def _path(run: Sequence[CurvePoint], frame: PlotFrame) -> str:
-    """A run as a path; a point alone is a path of no length, which its round ends make a dot."""
-    places = [f"{frame.x(place):.1f} {frame.y(value):.1f}" for place, value in run]
-    return f"M{places[0]}L{' '.join(places[1:] or places)}"
-
-
-def _grid(frame: PlotFrame, x_label: str) -> Iterator[str]:
-    """Rules and numbers of both axes."""
-    for value, text in zip(frame.up.ticks, frame.up.texts, strict=True):
-        y = frame.y(value)
-        yield f'<path d="M{PLOT_LEFT_MARGIN:g} {y:.1f}H{frame.right:g}" stroke="currentColor" stroke-opacity="0.12"/>'
-        yield f'<text x="{PLOT_LEFT_MARGIN - 7:g}" y="{y + 4:.1f}" text-anchor="end" opacity="0.75">{text}</text>'
-    axis = f"M{PLOT_LEFT_MARGIN:g} {frame.floor:g}H{frame.right:g}"
-    yield f'<path d="{axis}" stroke="currentColor" stroke-opacity="0.5"/>'
-    for value, text in zip(frame.across.ticks, frame.across.texts, strict=True):
-        x = frame.x(value)
-        yield f'<path d="M{x:.1f} {frame.foot:g}v4" stroke="currentColor" stroke-opacity="0.5"/>'
-        yield f'<text x="{x:.1f}" y="{frame.foot + 16:g}" text-anchor="middle" opacity="0.75">{text}</text>'
-    middle = (PLOT_LEFT_MARGIN + frame.right) / 2
-    label = escape_markup(x_label)
-    yield f'<text x="{middle:g}" y="{frame.foot + 33:g}" text-anchor="middle" opacity="0.75">{label}</text>'
-
-
-def _marked(frame: PlotFrame, marks: Sequence[ChartMark]) -> Iterator[str]:
-    """Rules across the plot, and below it one lane of signs for each kind of place."""
+def _draw_marks(frame: PlotFrame, marks: Sequence[ChartMark]) -> Iterator[tuple[str, str, StrokeStyle]]:
+    """Rules across the plot, and below it one lane of signs for each kind of place, as (class, path, style)."""
     lane = frame.floor + 2
     for mark in marks:
         if isinstance(mark, AxisMarkers):
             across = sorted({round(frame.x(place), 1) for place in mark.at if is_drawable(place)})
             signs = "".join(f"M{x:.1f} {lane:g}v{_MARKER_LANE_HEIGHT - 3:g}" for x in across)
-            yield f'<path class="places" d="{signs}" {_tone(mark).attributes()}/>' if signs else ""
+            if signs:
+                yield "places", signs, _style_mark(mark)
             lane += _MARKER_LANE_HEIGHT
         elif is_drawable(mark.value, frame.up.log):
-            along = f"M{PLOT_LEFT_MARGIN:g} {frame.y(mark.value):.1f}H{frame.right:g}"
-            yield f'<path class="rule" d="{along}" {_REFERENCE_LINE_STYLE.attributes()}/>'
+            yield "rule", f"M{frame.left:g} {frame.y(mark.value):.1f}H{frame.right:g}", _style_mark(mark)
 
 
-def _tone(mark: AxisMarkers) -> StrokeStyle:
-    return StrokeStyle(f"var(--{mark.tone}, currentColor)", "", 2.0, 1.0)
-
-
-def _legend(series: Sequence[Curve], marks: Sequence[ChartMark], width: float) -> tuple[list[str], int]:
-    """What each line and each sign means, in rows above the plot, and the number of rows; none for one line alone."""
-    entries = [(line.label, style) for line, style in _styled(series)]
-    entries += [
-        (mark.label, _REFERENCE_LINE_STYLE if isinstance(mark, ReferenceLine) else _tone(mark)) for mark in marks
-    ]
+def _lay_out_legend(
+    entries: Sequence[tuple[str, StrokeStyle]], width: float
+) -> tuple[list[tuple[str, StrokeStyle, float, float]], int]:
+    """What each line and each sign means, as (text, style, x, y) in rows above the plot, and the number of rows; none
+    for one line alone.
+    """
     if len(entries) < 2:
         return [], 0
-    lines: list[str] = []
+    placed = []
     left, row = 0.0, 0
     for label, style in entries:
         text = escape_control_characters(label)
@@ -293,8 +269,6 @@ def _legend(series: Sequence[Curve], marks: Sequence[ChartMark], width: float) -
         room = _SWATCH_WIDTH + LEGEND_CHARACTER_WIDTH * len(text) + _LEGEND_GAP
         if left and left + room > width + _LEGEND_GAP:
             left, row = 0.0, row + 1
-        y = _TITLE_HEIGHT + _LEGEND_ROW_HEIGHT * row + 12
-        lines.append(f'<path d="M{left:.1f} {y - 4:g}h{_SWATCH_WIDTH - 6:g}" {style.attributes()}/>')
-        lines.append(f'<text class="key" x="{left + _SWATCH_WIDTH:.1f}" y="{y:g}">{escape_markup(text)}</text>')
+        placed.append((text, style, left, _TITLE_HEIGHT + _LEGEND_ROW_HEIGHT * row + 12))
         left += room
-    return lines, row + 1
+    return placed, row + 1
