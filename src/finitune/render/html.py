@@ -103,7 +103,7 @@ class HtmlPage:
 
     def picture_row(self, pictures: Iterable[tuple[str, bytes, str] | HtmlImage]) -> HtmlPage:
         """Add PNG pictures side by side, each pixel shown as a square, with caption and verdict."""
-        return self._add("picture row", [HtmlImage(*picture) for picture in pictures])
+        return self._add("picture row", [one if isinstance(one, HtmlImage) else HtmlImage(*one) for one in pictures])
 
     def picture_grid(self, columns: Sequence[str], rows: Iterable[tuple[str, Sequence[HtmlImage | None]]]) -> HtmlPage:
         """Add pictures by row and column, those that are not good with their verdict."""
