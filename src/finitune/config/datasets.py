@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+SIDE_MULTIPLE = 16
+"""Sides of pictures are multiples of it: 8 pixels of the VAE by 2 of the patches."""
 ResolutionOption = int | tuple[int, int]
 UnitShare = float
 
@@ -168,6 +170,16 @@ def resolve_datasets(config: DatasetConfig) -> tuple[ResolvedDataset, ...]:
 def get_stated_options(section: ConfigSection) -> dict[str, Any]:
     """The options that were written down, as they are."""
     return {name: getattr(section, name) for name in type(section).model_fields if name in section.model_fields_set}
+
+
+def to_width_height(resolution: ResolutionOption) -> tuple[int, int]:
+    """Width and height of a resolution that is a side or a pair."""
+    return (resolution, resolution) if isinstance(resolution, int) else resolution
+
+
+def round_to_side(value: int) -> int:
+    """The nearest length that the side of a picture can have."""
+    return max(1, round(value / SIDE_MULTIPLE)) * SIDE_MULTIPLE
 
 
 def parse_numbered_folder(name: str) -> tuple[int, str] | None:

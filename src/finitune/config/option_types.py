@@ -246,8 +246,13 @@ class OptionPlacement(NamedTuple):
     levels: tuple[str, ...]
 
     def __str__(self) -> str:
-        *others, last = self.levels
-        return f"{', '.join(others)} or {last}" if others else last
+        return join_alternatives(self.levels)
+
+
+def join_alternatives(words: Sequence[str]) -> str:
+    """'a', 'a or b', 'a, b or c'."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 SECTION_BY_HEADER: dict[str, type[ConfigSection]] = {

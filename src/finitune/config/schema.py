@@ -13,6 +13,8 @@ from pydantic import Field
 
 from finitune.config.datasets import ConfigSection, DatasetConfig, UnitShare
 
+DEFAULT_TRAIN_STEPS = 1600
+"""Optimiser steps where neither steps nor epochs are given."""
 PrecisionMode = Literal["auto", "planned-half", "current-half", "bf16", "fp32"]
 AlgorithmName = Literal["lora", "loha", "lokr", "glora", "full", "ia3", "oft", "boft", "oft_v2"]
 SpellingName = Literal["kohya", "comfy", "diffusers", "peft"]
@@ -202,6 +204,11 @@ class TrainingSection(ConfigSection):
     vae_batch_size: int = Field(default=1, ge=1)
     """Pictures that the VAE encodes at once."""
 
+    def count_steps(self, steps_per_epoch: int) -> int:
+        """Optimiser steps of the whole run, by its epochs where these are given."""
+        epochs = self.max_train_epochs
+        return epochs * steps_per_epoch if epochs else self.max_train_steps or DEFAULT_TRAIN_STEPS
+
 
 class GuardSection(ConfigSection):
     """Ours: what happens when a number is not finite. A step with one never reaches the adapter."""
@@ -264,6 +271,11 @@ class PreviewSection(ConfigSection):
     """Seed of the noise of the first prompt; the next ones count on."""
     sample_size: str | None = None
     """WIDTHxHEIGHT; left out: the model's own."""
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether pictures are to be drawn at some time."""
+        return bool(self.sample_every_n_steps or self.sample_every_n_epochs or self.sample_at_first)
 
 
 class ValidationSection(ConfigSection):

@@ -12,13 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from finitune.config.datasets import DatasetOptions, ResolvedDataset
+from finitune.config.datasets import SIDE_MULTIPLE, DatasetOptions, ResolvedDataset, round_to_side, to_width_height
 from finitune.datasets.items import BucketPlacement, PixelSize, TrainingExample
 from finitune.errors import UsageError
 from finitune.report import Finding, Level, Table
-
-BUCKET_SIDE_MULTIPLE = 16
-"""The sides that a model takes: the VAE's 8 pixels by the patch's 2."""
 
 _MAX_ENLARGEMENT = 2.0
 _MAX_CROPPED_SHARE = 0.5
@@ -32,11 +29,6 @@ class BucketPlacements:
     examples: tuple[TrainingExample, ...]
     placements: tuple[BucketPlacement, ...]
     findings: tuple[Finding, ...]
-
-
-def to_width_height(resolution: int | tuple[int, int]) -> PixelSize:
-    """Width and height of a resolution that is a side or a pair."""
-    return (resolution, resolution) if isinstance(resolution, int) else resolution
 
 
 @lru_cache
@@ -60,22 +52,22 @@ def compute_bucket_sizes(resolution: PixelSize, minimum: int, maximum: int, step
 def check_bucket_sides(options: DatasetOptions) -> None:
     """Raises UsageError where sides would not be multiples of 16."""
     step, resolution = options.bucket_reso_steps, to_width_height(options.resolution)
-    if options.enable_bucket and step % BUCKET_SIDE_MULTIPLE:
+    if options.enable_bucket and step % SIDE_MULTIPLE:
         raise build_side_error("bucket_reso_steps", step)
     for side in resolution:
-        if side < BUCKET_SIDE_MULTIPLE or (not options.enable_bucket and side % BUCKET_SIDE_MULTIPLE):
+        if side < SIDE_MULTIPLE or (not options.enable_bucket and side % SIDE_MULTIPLE):
             raise build_side_error("resolution", side)
 
 
 def build_side_error(option: str, value: int) -> UsageError:
     """The error for a side that the model cannot take."""
-    near = max(1, round(value / BUCKET_SIDE_MULTIPLE)) * BUCKET_SIDE_MULTIPLE
+    other = ", or enable_bucket = true" if option == "resolution" else ""
     return UsageError(
-        f"{option} is {value}, and sides of pictures must be multiples of {BUCKET_SIDE_MULTIPLE}",
+        f"{option} is {value}, and sides of pictures must be multiples of {SIDE_MULTIPLE}",
         code="SIDE-NOT-MULTIPLE",
         subject=option,
-        evidence={option: value, "multiple": BUCKET_SIDE_MULTIPLE},
-        remedy=f"Take {option} = {near}" + (", or enable_bucket = true." if option == "resolution" else "."),
+        evidence={option: value, "multiple": SIDE_MULTIPLE},
+        remedy=f"Take {option} = {round_to_side(value)}{other}.",
     )
 
 

@@ -16,9 +16,7 @@ from typing import Any, cast
 from torch import nn
 
 from finitune.adapters.lokr import split_dimension
-from finitune.config.config_rule import NO_EFFECT_CODE
-from finitune.config.conflicts import find_config_conflicts
-from finitune.config.conflicts_run import has_scheduled_previews
+from finitune.config.conflicts import NO_EFFECT_CODE, find_config_conflicts
 from finitune.config.lycoris import find_lycoris_faults
 from finitune.config.lycoris_options import collect_lycoris_options
 from finitune.config.lycoris_preset import check_lycoris_preset
@@ -112,7 +110,7 @@ def report_planned_files(config: TrainConfig, request: Request, report: Report) 
         "state to resume from": saving.save_state and folder.state_path(name),
         "configuration in force": folder.path / EFFECTIVE_CONFIG_NAME,
         "cached latents and texts": config.training.cache_dir or folder.path / "cache",
-        "previews": has_scheduled_previews(config) and folder.path / "previews",
+        "previews": config.preview.is_scheduled and folder.path / "previews",
         "report": config.logging.report and folder.path / RUN_PAGE_NAME,
     }
     table = Table("files that will be written", ("what", "where"), tuple((k, str(v)) for k, v in places.items() if v))

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from finitune.training.train_state import RunHooks, TrainingRun
     from finitune.training.validation import HeldOutValidation
 
-_DEFAULT_TRAIN_STEPS = 1600
 _STATE_SIZE_FACTOR = 3
 """A state holds the adapter, and most optimisers two numbers for each of its own."""
 
@@ -48,12 +47,6 @@ class ScheduledLoader:
         return self.loader.load(micro, self.excluded | excluded)
 
 
-def compute_total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Optimiser steps of the whole run."""
-    epochs = config.training.max_train_epochs
-    return epochs * steps_per_epoch if epochs else config.training.max_train_steps or _DEFAULT_TRAIN_STEPS
-
-
 def build_batch_schedule(config: TrainConfig, placed: BucketPlacements, world: int = 1) -> BatchSchedule:
     """The order in which placed pictures are shown."""
     from finitune.datasets.batch_schedule import BatchSchedule
@@ -68,7 +61,7 @@ def build_batch_schedule(config: TrainConfig, placed: BucketPlacements, world: i
         accumulation=training.gradient_accumulation_steps,
         world=world,
     )
-    return replace(course, steps=compute_total_steps(config, course.steps_per_epoch))
+    return replace(course, steps=training.count_steps(course.steps_per_epoch))
 
 
 def choose_text_level(config: TrainConfig) -> TextLevel:

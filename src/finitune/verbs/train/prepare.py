@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from finitune.config.conflicts import find_config_conflicts
-from finitune.config.conflicts_run import has_scheduled_previews
 from finitune.config.datasets import resolve_datasets
 from finitune.config.schema import TrainConfig
 from finitune.errors import UsageError
@@ -313,7 +312,7 @@ def open_prepared_run(
         assert shelf is not None  # look_at_data has found pictures
         learner = stack.enter_context(open_adapted_model(parts, config, adapters, precision, plan))
         exporter = AdapterExporter(config, parts.fingerprint, format_model_name(choice))
-        wanted = data.pictures if has_scheduled_previews(config) else ()
+        wanted = data.pictures if config.preview.is_scheduled else ()
         preview = PreviewDrawer(parts, learner, wanted, folder.path / PREVIEW_FOLDER_NAME) if wanted else None
         hooks = RunHooks(exporter, preview, stop)
         run = build_run(config, RunInputs(learner, sites, shelf, kept, folder, ranks, hooks))
