@@ -95,8 +95,11 @@ def test_res_03_nothing_is_offloaded_where_there_is_no_other_device(playground: 
     (finding,) = outcome.findings("OFFLOAD-NEEDS-GPU")
     assert finding.subject == "training.offload_blocks" and finding.remedy
     assert outcome.events == []
-    with pytest.raises(UsageError, match="no GPU"):
-        compute_precision.apply_block_offloading(nn.Linear(2, 2), torch.device("cpu"))
+    with (
+        pytest.raises(UsageError, match="no GPU"),
+        compute_precision.offload_blocks(nn.Linear(2, 2), 2, torch.device("cpu")),
+    ):
+        pass
 
 
 def test_res_03_adapters_and_buffers_move_with_their_block():

@@ -149,6 +149,17 @@ def test_spelling(value: object, text: str):
     assert format_value(value) == text
 
 
+def test_a_bar_goes_back_and_still_knows_the_time_left():
+    with TerminalProgress(Console(file=io.StringIO(), force_terminal=True)) as bars:
+        bars.start("training", 10)
+        for _ in range(5):
+            bars.advance("training")
+        bars.advance("training", -3)
+        (task,) = bars._progress.tasks
+        assert (task.completed, task.remaining) == (2, 8)
+        assert task.speed is None or task.speed >= 0
+
+
 def test_progress_is_silent_where_nobody_watches():
     console = Console(file=io.StringIO(), color_system=None)
     listeners: list[Progress] = [SilentProgress()]

@@ -163,9 +163,52 @@ def test_planned_half_needs_a_plan():
 
 
 def test_blocks_are_held_in_main_memory_only_where_there_is_another():
-    with pytest.raises(UsageError) as caught:
-        compute_precision.apply_block_offloading(transformer(), torch.device("cpu"))
+    with pytest.raises(UsageError) as caught, compute_precision.offload_blocks(transformer(), 1, torch.device("cpu")):
+        pass
     assert caught.value.code == "OFFLOAD-NEEDS-GPU"
+
+
+class FarFromDevice(compute_precision.BlockSwapper):
+    """Weights of a block that is not on the device are NaN, as good as absent; `peak` blocks were there at once."""
+
+    inside = peak = 0
+
+    def move_in(self, block: nn.Module) -> None:
+        super().move_in(block)
+        self.inside += 1
+        self.peak = max(self.peak, self.inside)
+
+    def send_home(self, block: nn.Module) -> None:
+        self.inside -= block is self.resident
+        for parameter, _ in self.held[block]:
+            parameter.data = torch.full_like(parameter.data, float("nan"))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("precision", ["fp32", *HALVES])
+@pytest.mark.parametrize("count", [1, 2, 99])
+def test_so_many_blocks_take_turns_on_the_device_and_nothing_else_changes(
+    count: int, precision: str, checkpointed: bool
+):
+    root = transformer()
+    before, wanted = bits(root), gradient(transformer(), precision)
+    if checkpointed:
+        compute_precision.enable_block_checkpointing(root)
+    with learning(root, precision) as differentiator:
+        module = differentiator.learner.precisions["transformer"].module
+        blocks = compute_precision.find_blocks(module)
+        assert len(blocks) >= 2
+        with FarFromDevice.install(blocks[:count], torch.device("cpu")) as swapper:
+            assert isinstance(swapper, FarFromDevice)
+            assert [bool(p.isnan().any()) for block in blocks for p in block.parameters() if not p.requires_grad] == [
+                place < count for place, block in enumerate(blocks) for p in block.parameters() if not p.requires_grad
+            ]
+            for _ in range(2):
+                differentiator.gradient([batch()], 1)
+            found = torch.cat([p.grad.flatten() for _, p in differentiator.learner.named_parameters()])  # type: ignore[union-attr]
+            assert swapper.peak == 1
+    assert torch.equal(found, wanted)
+    assert bits(root) == before
 
 
 def test_every_precision_and_storage_of_the_schema_is_known():

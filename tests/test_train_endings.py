@@ -18,12 +18,13 @@ from torch import Tensor
 
 from finitune.files import writer
 from finitune.files.tensorfile import TensorFile
+from finitune.progress import SilentProgress
 from finitune.report import Level
 from finitune.training import events
 from finitune.training.adapted_model import DenoiserCallable
 from finitune.training.checkpoint import find_last_state
 from finitune.training.run_folder import RunFolder
-from finitune.verbs.train import Request, catch_interrupt, export, run
+from finitune.verbs.train import Request, TrainEventReporter, catch_interrupt, export, run
 from finitune.verbs.train.prepare import PreparedRun
 from tests.training_made import (
     FEW,
@@ -98,6 +99,27 @@ sys.exit(report.exit_code or (report.figures["ended"] != "stopped"))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "made-step00000001.safetensors" in files_in(playground.folder / "run")
+
+
+class CountedProgress(SilentProgress):
+    """Where the bar stands after each event."""
+
+    def __init__(self) -> None:
+        self.done: list[int] = [0]
+
+    def advance(self, name: str, count: int = 1) -> None:
+        self.done.append(self.done[-1] + count)
+
+
+def test_the_bar_goes_back_with_the_run_and_ends_at_its_end():
+    """From step 2 to 6; step 4 is left out without a word; after 5 back to 3, and on."""
+    progress = CountedProgress()
+    tell = TrainEventReporter(progress)
+    tell(events.TrainingStarted(2, 6, 6, 1, 1, 1, 10))
+    taken = [events.StepTaken(step, 0, 1.0, 1.0, 1e-4, 1.0, 0.1, True) for step in (3, 5, 4, 5, 6)]
+    for event in (*taken[:2], events.StepsRolledBack(5, 3, "NaN"), *taken[2:], events.TrainingFinished(6, 1, "done")):
+        tell(event)
+    assert progress.done == [0, 1, 3, 1, 2, 3, 4]
 
 
 # --- what is asked for without training ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ class Progress(Protocol):
         ...
 
     def advance(self, name: str, count: int = 1) -> None:
-        """`count` more steps of stage `name` are done."""
+        """`count` more steps of stage `name` are done; a negative one takes steps back."""
         ...
 
     def say(self, name: str, text: str) -> None:

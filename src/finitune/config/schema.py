@@ -192,7 +192,7 @@ class TrainingSection(ConfigSection):
     gradient_checkpointing: bool = False
     """Compute activations twice instead of keeping them: about a third slower, much less memory."""
     offload_blocks: int = Field(default=0, ge=0)
-    """Ours: hold this many blocks of the denoiser in main memory (diffusers' group offload). kohya: blocks_to_swap."""
+    """kohya: blocks_to_swap. Hold this many blocks of the denoiser in main memory, one of them on the GPU at a time."""
     torch_compile: bool = False
     """Compile the denoiser's blocks."""
     cache_dir: Path | None = None

@@ -135,7 +135,9 @@ class TerminalProgress:
 
     def advance(self, name: str, count: int = 1) -> None:
         """Move the bar of stage `name` by `count` steps."""
-        self._progress.advance(self._tasks[name], count)
+        self._progress.update(
+            self._tasks[name], advance=count
+        )  # rich's own `advance` makes a negative speed of one back
 
     def say(self, name: str, text: str) -> None:
         """Show how stage `name` stands: beside its bar, or as a line where there are no bars, every ten seconds."""

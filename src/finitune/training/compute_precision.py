@@ -6,7 +6,7 @@ fp32 between the products; fp32 masters, gradients and optimiser state for what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -127,8 +127,80 @@ def enable_block_checkpointing(root: nn.Module) -> None:
         model.enable_gradient_checkpointing(lambda block, *args: recompute(block, *args, use_reentrant=False))
 
 
-def apply_block_offloading(root: nn.Module, device: torch.device) -> None:
-    """Hold the blocks of a diffusers model in main memory, one at a time on the device (diffusers' group offloading).
+@dataclass
+class BlockSwapper:
+    """Blocks whose frozen weights lie in main memory and take turns in one place on a device, forward and backward.
+
+    A block comes when it is called or when a gradient reaches its output, and stays until another one is needed: only
+    then is its backward over for certain, checkpointed or not. The weights never change, so that nothing is copied when
+    they leave. What is trained stays on the device.
+    """
+
+    device: torch.device
+    held: dict[nn.Module, list[tuple[nn.Parameter, Tensor]]]
+    resident: nn.Module | None = None
+
+    @classmethod
+    @contextmanager
+    def install(cls, blocks: Sequence[nn.Module], device: torch.device) -> Iterator[BlockSwapper]:
+        """Move the blocks out, and back in at the end."""
+        pin = device.type == "cuda"  # a copy from pageable memory would wait for the GPU
+        frozen = {block: [one for one in block.parameters() if not one.requires_grad] for block in blocks}
+        held = {
+            block: [(one, one.data.cpu().pin_memory() if pin else one.data.cpu()) for one in parameters]
+            for block, parameters in frozen.items()
+        }
+        swapper = cls(device, held)
+        hooks = [
+            hook
+            for block in blocks
+            for hook in (
+                block.register_forward_pre_hook(lambda block, _: swapper.bring(block)),
+                block.register_forward_hook(swapper.await_gradient),
+            )
+        ]
+        for block in blocks:
+            swapper.send_home(block)
+        try:
+            yield swapper
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for block in blocks:
+                swapper.move_in(block)
+
+    def bring(self, block: nn.Module) -> None:
+        """See that a block is on the device, and no other one of these."""
+        if block is not self.resident:
+            if self.resident is not None:
+                self.send_home(self.resident)
+            self.move_in(block)
+            self.resident = block
+
+    def await_gradient(self, block: nn.Module, _: object, output: object) -> None:
+        """Bring a block back when its backward begins."""
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda _: self.bring(block))
+
+    def move_in(self, block: nn.Module) -> None:
+        """Copy a block's weights to the device."""
+        for parameter, home in self.held[block]:
+            parameter.data = home.to(self.device, non_blocking=True, copy=True)
+
+    def send_home(self, block: nn.Module) -> None:
+        """Leave the copy on the device to whoever needs the room."""
+        for parameter, home in self.held[block]:
+            parameter.data = home
+
+
+def find_blocks(root: nn.Module) -> list[nn.Module]:
+    """The blocks of a model, in their order: what stands in a list whose name ends with "blocks"."""
+    return [module for name, module in root.named_modules() if name.rpartition(".")[0].endswith("blocks")]
+
+
+@contextmanager
+def offload_blocks(root: nn.Module, count: int, device: torch.device) -> Iterator[BlockSwapper]:
+    """Hold so many blocks of `root` in main memory, all where it has fewer, with one of them on the device at a time.
 
     Raises UsageError (OFFLOAD-NEEDS-GPU) where the device is the main memory's own.
     """
@@ -139,18 +211,5 @@ def apply_block_offloading(root: nn.Module, device: torch.device) -> None:
             subject="training.offload_blocks",
             remedy="Set offload_blocks = 0 when computing on the CPU.",
         )
-    from diffusers.hooks import apply_group_offloading
-
-    apply_group_offloading(
-        root, onload_device=device, offload_type="block_level", num_blocks_per_group=1, use_stream=False
-    )
-
-
-def compile_blocks(root: nn.Module) -> int:
-    """Compile every block of a diffusers transformer, in place; how many there were."""
-    blocks = [
-        m for name, m in root.named_modules() if name.rpartition(".")[0].endswith(("transformer_blocks", "blocks"))
-    ]
-    for block in blocks:
-        block.compile()
-    return len(blocks)
+    with BlockSwapper.install(find_blocks(root)[:count], device) as swapper:
+        yield swapper

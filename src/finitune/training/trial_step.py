@@ -34,7 +34,7 @@ _MEMORY_SAVING_OPTIONS: tuple[tuple[str, str, Callable[[TrainConfig], bool]], ..
     ("model.storage = 'fp8'", "half of the frozen weights", lambda config: config.model.storage != "fp8"),
     (
         "training.offload_blocks, as many as the model has",
-        "one block's weights on the GPU at a time",
+        "one of these blocks on the GPU at a time",
         lambda config: not config.training.offload_blocks,
     ),
     ("a lower resolution", "fewer tokens", lambda config: True),

@@ -332,18 +332,23 @@ class TrainEventReporter:
     """Tells the person who waits what happens: a status line, and what should stay to be read."""
 
     def __init__(self, progress: Progress):
-        self.progress, self.end, self.started = progress, 0, False
+        self.progress, self.step, self.end, self.started = progress, 0, 0, False
+
+    def move(self, step: int) -> None:
+        """Show a step as done, and none behind it: a run may go back, or pass a step that has no picture left."""
+        self.progress.advance(_PROGRESS_STAGE, step - self.step)
+        self.step = step
 
     def __call__(self, event: events.TrainingEvent) -> None:
         """Show one event."""
         match event:
             case events.TrainingStarted():
-                self.end = event.steps
+                self.step, self.end = event.first_step, event.steps
                 self.progress.tell(format_step_arithmetic(event))
                 self.progress.start(_PROGRESS_STAGE, event.steps - event.first_step)
                 self.started = True
             case events.StepTaken():
-                self.progress.advance(_PROGRESS_STAGE, 1)
+                self.move(event.step)
                 self.progress.say(_PROGRESS_STAGE, format_train_status(event, self.end))
             case events.FindingRaised():
                 self.progress.tell(f"step {event.step}: {event.finding.code}: {event.finding.message}")
@@ -353,6 +358,7 @@ class TrainEventReporter:
             case events.ValidationMeasured():
                 self.progress.tell(f"step {event.step}: validation loss {event.loss:.5f}")
             case events.StepsRolledBack():
+                self.move(event.to_step)
                 self.progress.tell(f"step {event.step}: back to step {event.to_step}: {event.reason}")
             case events.PreviewsDrawn():
                 self.progress.tell(f"step {event.step}: drawn: {', '.join(map(str, event.paths))}")

@@ -220,11 +220,12 @@ def open_adapted_model(
         attached = dict(attach_training_adapters(modules, adapters, config.network))
         for one in attached.values():
             stack.enter_context(one)
-        configure_frozen_denoiser(modules["transformer"], config, precision)
+        stack.enter_context(configure_frozen_denoiser(modules["transformer"], config, precision))
         yield AdaptedModel(AnimaDenoiser(**{name: modules[name] for name in components}), attached, precisions)
 
 
-def configure_frozen_denoiser(transformer: nn.Module, config: TrainConfig, precision: str) -> None:
+@contextmanager
+def configure_frozen_denoiser(transformer: nn.Module, config: TrainConfig, precision: str) -> Iterator[None]:
     """How the frozen denoiser is held and run: a narrower storage, blocks in main memory, compiled blocks."""
     import torch
 
@@ -237,10 +238,14 @@ def configure_frozen_denoiser(transformer: nn.Module, config: TrainConfig, preci
         != compute_precision.COMPUTE_DTYPE_BY_PRECISION[precision]
     ):
         compute_precision.store_narrow(transformer, storage, compute_precision.COMPUTE_DTYPE_BY_PRECISION[precision])
-    if config.training.offload_blocks:
-        compute_precision.apply_block_offloading(transformer, torch.device(choose_training_device(config)))
     if config.training.torch_compile:
-        compute_precision.compile_blocks(transformer)
+        for block in compute_precision.find_blocks(transformer):
+            block.compile()
+    with ExitStack() as stack:
+        if count := config.training.offload_blocks:
+            device = torch.device(choose_training_device(config))
+            stack.enter_context(compute_precision.offload_blocks(transformer, count, device))
+        yield
 
 
 def make_starting_adapters(
