@@ -29,7 +29,8 @@ import torch
 from finitune.config.read import validate_config
 from finitune.config.schema import TrainConfig
 from finitune.files.tensorfile import TensorFile
-from finitune.merging.adapterfile import TargetModel, open_adapter
+from finitune.merging.adapterfile import open_adapter
+from finitune.merging.pairing import TargetModel
 from finitune.models.anima import ANIMA
 from finitune.models.anima.load import load_folder
 from finitune.models.pico import get_pico_folder

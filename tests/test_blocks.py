@@ -7,7 +7,8 @@ import torch
 
 from finitune.adapters import AdapterSet, SiteAdapter
 from finitune.files.writer import save_tensors
-from finitune.merging.adapterfile import TargetModel, read_adapter_for_model
+from finitune.merging.adapterfile import read_adapter_for_model
+from finitune.merging.pairing import TargetModel
 from finitune.models import MODEL_FAMILIES
 from finitune.namings.block_maps import find_doubtful_blocks
 from finitune.namings.metadata import RECEIPT_METADATA_KEY, Receipt

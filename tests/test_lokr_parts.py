@@ -24,7 +24,7 @@ from finitune.errors import AdapterError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
 from finitune.merging.combine import combine_adapters
-from finitune.merging.row_mergers import ModuleRows, PrecomputedMerger, TensorChange, choose_row_merger
+from finitune.merging.rows import ModuleRows, PrecomputedMerger, TensorChange, choose_row_merger
 from finitune.namings.fuse import fuse_site_adapters, swap_site_adapter_halves
 from finitune.namings.read import read_adapter
 from finitune.namings.write import write_adapter

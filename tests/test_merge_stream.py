@@ -14,28 +14,33 @@ from finitune.adapters.weight import combine_adapted_weight, compute_adapted_bia
 from finitune.errors import FileError, NumericsError, UsageError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
-from finitune.merging import stream
-from finitune.merging import survival as survival_module
-from finitune.merging.rounding import (
+from finitune.merging import stream, work
+from finitune.merging.base_model import BaseTensorKey
+from finitune.merging.merge_plan import PlannedTensor
+from finitune.merging.rows import (
     ROUNDER_BY_NAME,
     CompensatedRounder,
-    NearestRounder,
-    StochasticRounder,
-    find_rounder_class,
-)
-from finitune.merging.row_mergers import (
     LowRankMerger,
     ModuleRows,
+    NearestRounder,
     PrecomputedMerger,
     RowwiseMerger,
     StackedMerger,
+    StochasticRounder,
     TensorChange,
     choose_row_merger,
+    find_rounder_class,
     to_matrix_shape,
 )
 from finitune.merging.stream import is_tensor_finite, read_whole_tensor, reserve_file_space, run_in_copy_workers
-from finitune.merging.survival import MAX_SURVIVAL_SAMPLE, choose_sampled_rows, compute_delta_survival
-from finitune.merging.work import RoundingOptions, TensorJob, copy_or_merge_tensor, survey_tensor
+from finitune.merging.work import (
+    MAX_SURVIVAL_SAMPLE,
+    RoundingOptions,
+    choose_sampled_rows,
+    compute_delta_survival,
+    copy_or_merge_tensor,
+    survey_tensor,
+)
 from finitune.numerics.narrow import round_once
 from tests.adapters_made import random_adapter
 from tests.merge_made import same_bits
@@ -138,16 +143,16 @@ def test_biases_and_wider_weights():
     torch.testing.assert_close(block, combine_adapted_weight(base, [(wide, 1.0)]))
 
 
-def job_of(folder: Path, base: torch.Tensor, change: TensorChange | None, dtype: torch.dtype) -> TensorJob:
+def job_of(folder: Path, base: torch.Tensor, change: TensorChange | None, dtype: torch.dtype) -> PlannedTensor:
     save_tensors(folder / "base.safetensors", {"w": base})
     entry = TensorFile(folder / "base.safetensors").entries["w"]
-    job = TensorJob("w", "w", entry, folder / "out.bin", 5, dtype, change)
+    job = PlannedTensor(BaseTensorKey("", "w"), entry, dtype, change, path=folder / "out.bin", at=5)
     (folder / "out.bin").write_bytes(b"12345")
     reserve_file_space(folder / "out.bin", 5 + torch.Size(job.shape).numel() * dtype.itemsize)
     return job
 
 
-def written(job: TensorJob) -> torch.Tensor:
+def written(job: PlannedTensor) -> torch.Tensor:
     raw = torch.frombuffer(bytearray(job.path.read_bytes()[5:]), dtype=torch.uint8)
     return raw.view(job.dtype).reshape(job.shape)
 
@@ -158,7 +163,7 @@ def test_blocks_of_any_size_write_the_same(tmp_path, monkeypatch, dtype, block):
     base, adapter = random_adapter("lora", (37, 8), 6)
     job = job_of(tmp_path, base.bfloat16(), one_part((37, 8), (adapter, 0.9)), dtype)
     monkeypatch.setattr(stream, "COPY_BLOCK_ELEMENTS", block)
-    monkeypatch.setattr(survival_module, "MAX_SURVIVAL_SAMPLE", block)
+    monkeypatch.setattr(work, "MAX_SURVIVAL_SAMPLE", block)
     run_in_copy_workers([job], lambda lane, job: copy_or_merge_tensor(lane, job, NEAREST), 8)
     wanted = combine_adapted_weight(base.bfloat16().double(), [(adapter, 0.9)])
     assert same_bits(written(job), round_once(wanted, dtype))
@@ -170,7 +175,7 @@ def test_threads_and_blocks_do_not_change_a_rounding(tmp_path, monkeypatch, name
     results = []
     for lanes, block in ((1, 2**18), (3, 64)):
         monkeypatch.setattr(stream, "COPY_BLOCK_ELEMENTS", block)
-        monkeypatch.setattr(survival_module, "MAX_SURVIVAL_SAMPLE", block)
+        monkeypatch.setattr(work, "MAX_SURVIVAL_SAMPLE", block)
         jobs = []
         for n in range(5):
             (tmp_path / f"{lanes}-{n}").mkdir()
@@ -271,13 +276,13 @@ def test_a_source_that_shrinks_is_an_error(tmp_path):
     base, adapter = random_adapter("lora", (24, 16), 1)
     for change in (one_part((24, 16), (adapter, 1.0)), None):
         job = job_of(tmp_path, base, change, torch.float32)
-        size = job.source.path.stat().st_size
-        with job.source.path.open("r+b") as file:
+        size = job.entry.path.stat().st_size
+        with job.entry.path.open("r+b") as file:
             file.truncate(size - 8)
         with pytest.raises(FileError, match="cut off"):
             run_in_copy_workers([job], lambda lane, job: copy_or_merge_tensor(lane, job, NEAREST), 16)
         with pytest.raises(FileError, match="cut off"):
-            read_whole_tensor(job.source)
+            read_whole_tensor(job.entry)
 
 
 FORMATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -12,7 +12,8 @@ import torch
 from finitune.adapters import AdapterSet
 from finitune.errors import AdapterError
 from finitune.files.tensorfile import TensorFile
-from finitune.merging.adapterfile import WRITTEN_AMBIGUITY_ANSWERS, TargetModel, open_adapter
+from finitune.merging.adapterfile import WRITTEN_AMBIGUITY_ANSWERS, open_adapter
+from finitune.merging.pairing import TargetModel
 from finitune.models.anima import ANIMA
 from finitune.report import Level, Report
 from finitune.training import events

@@ -20,7 +20,8 @@ from finitune.adapters import AdapterSet
 from finitune.config.schema import NetworkSection, ObjectiveSection, OptimizerSection
 from finitune.datasets.items import MicroBatch, TrainingBatch
 from finitune.files.tensorfile import TensorFile
-from finitune.merging.adapterfile import OutputFormat, TargetModel, open_adapter, put_adapter
+from finitune.merging.adapterfile import OutputFormat, open_adapter, put_adapter
+from finitune.merging.pairing import TargetModel
 from finitune.models.sd15 import SD15
 from finitune.namings.metadata import Receipt
 from finitune.report import Report

@@ -13,7 +13,8 @@ from finitune.errors import UsageError
 from finitune.generation.planning import calibrate_model, make_model_plan
 from finitune.generation.precisions import open_in_precision
 from finitune.generation.settings import PictureSettings
-from finitune.merging.adapterfile import TargetModel, open_adapter
+from finitune.merging.adapterfile import open_adapter
+from finitune.merging.pairing import TargetModel
 from finitune.models.anima import ANIMA
 from finitune.models.anima.load import AnimaParts, extract_pipeline_parts
 from finitune.precision.plan import PrecisionPlan

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+
+from collections.abc import Iterable
+
+from finitune.report import Level, Report
+
 _HEADER_ALIGNMENT_BYTES = 8
 _DTYPE_ORDER = (
     *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3"),
@@ -260,3 +265,11 @@ def encode_header(
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT_BYTES)
     return struct.pack("<Q", len(text)) + text
+
+
+def clear_stale_files(paths: Iterable[Path], report: Report) -> None:
+    """Remove, and name, what killed runs left beside the files that are to be written."""
+    for path in paths:
+        for stray, size in remove_partial_files(path).items():
+            message = f"a run that was killed had left {size} bytes; they are removed"
+            report.add(Level.NOTE, "FILE-STRAY", str(stray), message, size_bytes=size)

@@ -6,22 +6,20 @@ Every verb that takes an adapter file opens it here, and every verb that makes o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from finitune.adapters import AdapterSet, SiteAdapter, find_algorithm
-from finitune.adapters.core import Shape
+from finitune.adapters import AdapterSet, find_algorithm
+from finitune.adapters.convert import EXACT_CONVERSION_TOLERANCE, Exactness
 from finitune.adapters.difference import compute_change_error
 from finitune.errors import AdapterError, FileError, FinituneError, UsageError
 from finitune.files.tensorfile import TensorFile
-from finitune.files.writer import open_scratch_folder, save_tensors, stage_files, write_text
-from finitune.merging.base_model import MergeBase
-from finitune.merging.pairing import assign_family, find_model_spec, open_pairable_checkpoint, read_weight_shapes
-from finitune.merging.stale_files import clear_stale_files
+from finitune.files.writer import clear_stale_files, open_scratch_folder, save_tensors, stage_files, write_text
+from finitune.merging.pairing import TargetModel
 from finitune.merging.stream import keep_torch_threads
 from finitune.models.spec import ModelSpec
 from finitune.namings.block_maps import find_doubtful_blocks
@@ -37,7 +35,73 @@ from finitune.namings.metadata import Receipt
 from finitune.namings.read import read_adapter
 from finitune.namings.resolve import Resolver
 from finitune.namings.write import WRITABLE_SPELLINGS, AdapterFileContent, write_adapter
-from finitune.report import Finding, Level, Report
+from finitune.report import Finding, Level, Report, Table
+
+_MAX_SITE_ROWS_SHOWN = 40
+"""Rows of a table for a person; the rest is in the figures."""
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """What became of one site: how it was made, its rank where it has one, and what that cost.
+
+    `error` is relative to the true change (Frobenius), `energy` the share of its squared norm that was kept. `parts`
+    are the adapters that act on the site, `change` is the norm of the change over that of the weight: where known.
+    """
+
+    site: str
+    how: str
+    rank: int | None
+    error: float = 0.0
+    energy: float = 1.0
+    parts: tuple[int, ...] = ()
+    change: float | None = None
+
+
+def compute_site_figures(rows: Sequence[SiteRecord]) -> dict[str, object]:
+    """`sites`; and of those that have a rank: `rank_min`, `rank_max`, the errors (largest, median), least energy."""
+    ranked = [row for row in rows if row.rank is not None]
+    ranks, errors = [row.rank or 0 for row in ranked], [row.error for row in ranked]
+    return {
+        "sites": len(rows),
+        "rank_min": min(ranks, default=0),
+        "rank_max": max(ranks, default=0),
+        "relative_error_max": max(errors, default=0.0),
+        "relative_error_median": statistics.median(errors) if errors else 0.0,
+        "energy_min": min((row.energy for row in ranked), default=1.0),
+    }
+
+
+def build_site_receipt(verb: str, rows: Sequence[SiteRecord], sources: Sequence[tuple[str, str]]) -> Receipt:
+    """What the file says about how it was made: lossy where more than rounding was cut."""
+    error = max((row.error for row in rows), default=0.0)
+    klass = Exactness.LOSSY if error > EXACT_CONVERSION_TOLERANCE else Exactness.EXACT
+    return Receipt(verb, tuple(sources), klass.value, {"relative_error_max": error})
+
+
+def build_site_table(rows: Sequence[SiteRecord], title: str) -> Table:
+    """The rows for a person, the largest error first; at most SHOWN of them."""
+    worst = sorted(rows, key=lambda row: -row.error)[:_MAX_SITE_ROWS_SHOWN]
+    more = (
+        f", the {_MAX_SITE_ROWS_SHOWN} with the largest error of {len(rows)}"
+        if len(rows) > _MAX_SITE_ROWS_SHOWN
+        else ""
+    )
+    sized = any(row.change is not None for row in rows)
+    columns = ("site", "how", "rank", "relative error", "energy kept", *(("change of the weight",) if sized else ()))
+    lines = [
+        (
+            row.site,
+            row.how,
+            "" if row.rank is None else str(row.rank),
+            f"{row.error:.1e}",
+            f"{row.energy:.2%}",
+            *(("" if row.change is None else f"{row.change:.1e}",) if sized else ()),
+        )
+        for row in worst
+    ]
+    return Table(title + more, columns, tuple(lines))
+
 
 WRITTEN_AMBIGUITY_ANSWERS = AmbiguityOptions(dora_side="out", glora_order="new", zero_alpha="zero")
 """How we write what shapes alone may leave open."""
@@ -47,54 +111,6 @@ _MAX_READ_BACK_ERROR = 1e-6
 """The relative error of a change up to which it reads back as the same: the rounding of fp32 factors."""
 _MAX_NARROWING_LOSS = 1e-2
 """The relative error of a module's change, or the share of numbers that became zero, from which a warning is due."""
-
-
-def find_no_tensor(name: str) -> None:
-    """Reads a tensor of a model that is not at hand."""
-
-
-@dataclass(frozen=True)
-class TargetModel:
-    """The model that an adapter is for, as far as it is known: its family, its weights' shapes by component and site.
-
-    `tensor` reads one of its tensors by site and parameter ("transformer.proj_out.weight"), any float dtype; None where
-    it has none.
-    """
-
-    family: ModelSpec | None = None
-    shapes: Mapping[str, Shape] = field(default_factory=dict)
-    tensor: Callable[[str], Tensor | None] = find_no_tensor
-
-    @classmethod
-    def of(cls, base: MergeBase) -> TargetModel:
-        """A model on disk, of its family or of its own modules; headers alone are read until a tensor is asked for."""
-        family = find_model_spec(base)
-        base = assign_family(base, family)
-        checkpoint = open_pairable_checkpoint(base)
-
-        def tensor(name: str) -> Tensor | None:
-            return checkpoint.read(name) if name in checkpoint.sources else None
-
-        return cls(family, read_weight_shapes(base), tensor)
-
-    @classmethod
-    def loaded(cls, family: ModelSpec, holder: object) -> TargetModel:
-        """A model in memory, whose components are attributes of `holder`, a pipeline say."""
-        tensors = {
-            f"{component.name}.{name}": parameter
-            for component in family.adapters.components
-            for name, parameter in getattr(holder, component.name).named_parameters(remove_duplicate=False)
-        }
-        weights = {name.removesuffix(".weight"): t for name, t in tensors.items() if name.endswith(".weight")}
-        return cls(family, {site: tuple(weight.shape) for site, weight in weights.items()}, tensors.get)
-
-    def weight(self, site: str) -> Tensor | None:
-        """The weight at a site."""
-        return self.tensor(f"{site}.weight")
-
-    def bias(self, site: str) -> Tensor | None:
-        """The bias at a site."""
-        return self.tensor(f"{site}.bias")
 
 
 @dataclass(frozen=True)
@@ -160,35 +176,23 @@ def resolve_unknown_scale(reading: ParsedAdapter, scale: float | None) -> Parsed
     """
     if all(finding.code != SCALE_UNKNOWN_CODE for finding in reading.findings):
         return reading
-    findings = tuple(
-        judge_scale_finding(one, scale) if one.code == SCALE_UNKNOWN_CODE else one for one in reading.findings
-    )
+    told = {"level": Level.NOTE, "message": f"nothing states the scale: {scale or 0:g}, as asked", "remedy": ""}
     if scale is None:
-        return replace(reading, findings=findings)
-    sites = {site: set_adapter_scale(one, scale) for site, one in reading.adapter.sites.items()}
+        message = "the scale is stated nowhere: PEFT keeps alpha outside of the tensors, and that is missing"
+        told = {"level": Level.ERROR, "message": message}
+    findings = tuple(replace(one, **told) if one.code == SCALE_UNKNOWN_CODE else one for one in reading.findings)
+    sites = dict(reading.adapter.sites)
+    for site, adapter in sites.items():
+        rank = find_algorithm(adapter.algorithm).rank(adapter)
+        if scale is not None and rank is not None and adapter.alpha is None:
+            sites[site] = replace(adapter, alpha=scale * rank, rank_stabilised=False)
     return replace(reading, adapter=replace(reading.adapter, sites=sites), findings=findings)
-
-
-def judge_scale_finding(finding: Finding, scale: float | None) -> Finding:
-    """The finding that a scale is stated nowhere, once a person has been asked for it."""
-    if scale is not None:
-        return replace(finding, level=Level.NOTE, message=f"nothing states the scale: {scale:g}, as asked", remedy="")
-    message = "the scale is stated nowhere: PEFT keeps alpha outside of the tensors, and that is missing"
-    return replace(finding, level=Level.ERROR, message=message)
-
-
-def set_adapter_scale(adapter: SiteAdapter, scale: float) -> SiteAdapter:
-    """The adapter at a scale, where it has a rank and none was stated."""
-    rank = find_algorithm(adapter.algorithm).rank(adapter)
-    if rank is None or adapter.alpha is not None:
-        return adapter
-    return replace(adapter, alpha=scale * rank, rank_stabilised=False)
 
 
 def open_adapter(
     path: Path,
     report: Report,
-    model: TargetModel = TargetModel(),
+    model: TargetModel | None = None,
     *,
     allow_unmatched: bool = False,
     answers: AmbiguityOptions | None = None,
@@ -200,12 +204,18 @@ def open_adapter(
     what the file leaves open. Adds to the figures `matched`, `unmatched` and `left_out`.
     """
     try:
-        reading = resolve_unknown_scale(read_adapter_for_model(path, model, answers), answers and answers.scale)
+        reading = read_adapter_for_model(path, model or TargetModel(), answers)
+        reading = resolve_unknown_scale(reading, answers and answers.scale)
     except FinituneError as error:
         error.evidence["file"] = path.name
         raise
-    findings = [downgrade_to_warning(finding) if allow_unmatched else finding for finding in reading.findings]
-    report.findings.extend(add_file_to_finding(finding, path.name) for finding in findings)
+    findings = [
+        replace(one, level=Level.WARNING) if allow_unmatched and is_forgivable_error(one) else one
+        for one in reading.findings
+    ]
+    report.findings.extend(
+        replace(one, subject=one.subject or path.name, evidence={**one.evidence, "file": path.name}) for one in findings
+    )
     counts = {"matched": reading.matched, "unmatched": len(reading.unmatched), "left_out": len(reading.left_out)}
     for name, count in counts.items():
         before = report.figures.get(name, 0)
@@ -224,21 +234,15 @@ def open_adapter(
     return OpenedAdapter(path, reading, reading.family)
 
 
-def add_file_to_finding(finding: Finding, name: str) -> Finding:
-    """A finding about an adapter, with the name of its file: there may be several."""
-    return replace(finding, subject=finding.subject or name, evidence={**finding.evidence, "file": name})
-
-
-def downgrade_to_warning(finding: Finding) -> Finding:
-    """A finding about tensors that may be left out as a warning; those about numbers stay what they are."""
-    forgivable = finding.level is Level.ERROR and finding.code not in _UNFORGIVABLE_CODES
-    return replace(finding, level=Level.WARNING) if forgivable else finding
+def is_forgivable_error(finding: Finding) -> bool:
+    """Whether an error is about tensors that may be left out, and not about numbers."""
+    return finding.level is Level.ERROR and finding.code not in _UNFORGIVABLE_CODES
 
 
 def build_refusal_error(path: Path, reading: ParsedAdapter, errors: Sequence[Finding]) -> AdapterError:
     """The error for a file that cannot be used; the findings have said why."""
     lost, usable = len(reading.left_out), len(reading.adapter)
-    forgivable = usable and lost and all(error.code not in _UNFORGIVABLE_CODES for error in errors)
+    forgivable = usable and lost and all(map(is_forgivable_error, errors))
     leave = " Where a part may be left out: --allow-unmatched." if forgivable else ""
     return AdapterError(
         f"{path} cannot be used: {len(errors)} errors, {lost} of {len(reading.ledger)} tensors without use",

@@ -25,12 +25,15 @@ from finitune.adapters.weight import widen_inputs
 from finitune.errors import AdapterError, UsageError
 from finitune.merging.adapterfile import (
     OpenedAdapter,
+    SiteRecord,
+    build_site_receipt,
+    build_site_table,
     choose_output_format,
+    compute_site_figures,
     open_adapter,
     put_adapter,
     require_other_output,
 )
-from finitune.merging.site_records import SiteRecord, build_site_receipt, build_site_table, compute_site_figures
 from finitune.namings.core import AmbiguityOptions
 from finitune.namings.fuse import ROW_AXES_BY_ALGORITHM, SCALE_ROLES_BY_ALGORITHM, is_same_tensor, multiply_exactly
 from finitune.report import Level, Report

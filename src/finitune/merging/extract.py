@@ -21,9 +21,9 @@ from finitune.adapters import AdapterSet, SiteAdapter
 from finitune.adapters.core import is_same_weight_shape
 from finitune.adapters.lowrank import compute_squared_norm, decompose_delta, require_finite_matrices
 from finitune.errors import FinituneError, ModelError, UsageError, suggest_nearest_name
+from finitune.merging.adapterfile import SiteRecord
 from finitune.merging.combine import build_unit_scale_lora
 from finitune.merging.pairing import CheckpointTensorSource, PairableCheckpoint
-from finitune.merging.site_records import SiteRecord
 from finitune.progress import Progress, SilentProgress
 
 _EXTRACT_STAGE = "extract"

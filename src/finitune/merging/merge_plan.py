@@ -6,8 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from finitune.adapters import AdapterSet, SiteAdapter, find_algorithm
 from finitune.adapters.core import Shape
@@ -15,13 +17,86 @@ from finitune.adapters.weight import WeightedAdapter
 from finitune.errors import AdapterError, ModelError
 from finitune.files.tensorfile import TensorEntry
 from finitune.merging.base_model import BaseTensorKey, MergeBase
-from finitune.merging.fp8_scales import TensorScale, find_fp8_scales, require_single_scale
 from finitune.merging.pairing import count_rows_by_site, identify_fused_module, map_module_inputs
-from finitune.merging.row_mergers import ModuleRows, TensorChange
+from finitune.merging.rows import ModuleRows, RowRounder, TensorChange
+from finitune.merging.stream import read_whole_tensor
 from finitune.namings.core import SiteTarget
 from finitune.namings.resolve import ModuleParameter
 from finitune.namings.tensor_reader import to_meta_adapter
 from finitune.report import Table
+
+FP8_SCALE_SUFFIXES = (".scale_weight", ".weight_scale")
+_FP8_DTYPES = ("F8_E4M3", "F8_E5M2")
+FOREIGN_FP8_SCALE_SUFFIXES = (".weight_scale_inv", ".weight_scale_2", ".weight_block_scale")
+"""Scales of blocks, or of scales: other formats."""
+
+
+@dataclass(frozen=True)
+class TensorScale:
+    """Where the scale of a tensor of 8-bit floats lies: weight = code * scale.
+
+    Sources: ComfyUI comfy/ops.py (`scale_weight`), Hugging Face's and NVIDIA's fp8 checkpoints (`weight_scale`).
+    """
+
+    key: str
+    entry: TensorEntry
+
+    def value(self) -> float:
+        """The scale, a positive finite number; raises ModelError where it is none."""
+        value = float(read_whole_tensor(self.entry))
+        if not 0 < value < float("inf"):
+            raise ModelError(
+                f"the scale {self.key} is {value}",
+                code="MERGE-FP8-SCALE",
+                subject=self.key,
+                evidence={"scale": value},
+                remedy="The base is damaged. Fetch it again.",
+            )
+        return value
+
+
+def find_fp8_scales(entries: Mapping[str, TensorEntry]) -> dict[str, TensorScale]:
+    """{key of a weight in 8 bits: its scale}, where it has one for the whole tensor."""
+    found: dict[str, TensorScale] = {}
+    for key, entry in entries.items():
+        stem = key.removesuffix(".weight")
+        if entry.dtype in _FP8_DTYPES and stem != key:
+            for name in (stem + suffix for suffix in FP8_SCALE_SUFFIXES):
+                if name in entries and entries[name].size_bytes == entries[name].torch_dtype.itemsize:
+                    found[key] = TensorScale(name, entries[name])
+    return found
+
+
+def require_single_scale(key: str, entries: Mapping[str, TensorEntry], scales: Mapping[str, TensorScale]) -> None:
+    """Raise ModelError where a weight that is to change has scales of another kind than one for all."""
+    stem = key.removesuffix(".weight")
+    others = [
+        stem + suffix for suffix in (*FP8_SCALE_SUFFIXES, *FOREIGN_FP8_SCALE_SUFFIXES) if stem + suffix in entries
+    ]
+    if others and key not in scales:
+        raise ModelError(
+            f"{key} is quantised with {others[0]} of shape {list(entries[others[0]].shape)}, not with one scale",
+            code="MERGE-FP8-SCALE",
+            subject=key,
+            evidence={"dtype": entries[key].dtype, "scale_shape": list(entries[others[0]].shape)},
+            remedy="Merge into the unquantised base and quantise the result.",
+        )
+
+
+def requantise_to_fp8(
+    after: Tensor, scale: TensorScale, rounder: RowRounder, dtype: torch.dtype
+) -> tuple[Tensor, float]:
+    """fp64 `after` as codes and their new scale, as it can be stored; rounded once. Zeros keep scale 1.
+
+    The scale maps the largest magnitude to the format's largest number: the base's own would cut off what has grown,
+    and waste a bit of what has shrunk.
+    """
+    largest = float(after.abs().max()) if after.numel() else 0.0
+    stored = torch.tensor(largest / torch.finfo(dtype).max or 1.0).to(scale.entry.torch_dtype)
+    value = float(stored) or 1.0
+    codes = torch.empty(after.shape, dtype=dtype)
+    rounder(after / value, codes)
+    return codes, value
 
 
 @dataclass(frozen=True)
@@ -35,9 +110,10 @@ class MergeInput:
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """One tensor of the output: where it comes from, what becomes of it, in which dtype; see `work.Job`.
+    """One tensor of the output: where it comes from, what becomes of it, in which dtype, and where its bytes go.
 
-    `scale` where the base stores codes with a scale.
+    `scale` where the base stores codes with a scale. `path`, `at` and `scale_at`, the places of the tensor and of its
+    new scale, are known once the files are planned.
     """
 
     key: BaseTensorKey
@@ -45,14 +121,22 @@ class PlannedTensor:
     dtype: torch.dtype
     change: TensorChange | None = None
     scale: TensorScale | None = None
+    path: Path = Path()
+    at: int = 0
+    scale_at: int = 0
 
     @property
     def shape(self) -> Shape:
         return self.change.new_shape if self.change else self.entry.shape
 
     @property
-    def rescaled(self) -> bool:
-        return self.scale is not None and self.dtype == self.entry.torch_dtype
+    def is_copy(self) -> bool:
+        return self.change is None and self.dtype == self.entry.torch_dtype
+
+    @property
+    def new_scale(self) -> TensorScale | None:
+        """The scale that the output has, too: not where codes become plain numbers."""
+        return self.scale if self.dtype == self.entry.torch_dtype else None
 
     @property
     def size_bytes(self) -> int:

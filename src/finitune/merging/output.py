@@ -15,9 +15,15 @@ from finitune.files.tensorfile import INDEX_SUFFIX, TensorEntry, TensorFile
 from finitune.files.writer import encode_header, require_free_disk_bytes, stage_files
 from finitune.merging.base_model import SAFETENSORS_EXTENSION, MergeBase
 from finitune.merging.merge_plan import MergePlan, PlannedTensor
+from finitune.merging.rows import to_matrix_shape
 from finitune.merging.stream import CopyWorker, flush_periodically, reserve_file_space, run_in_copy_workers
-from finitune.merging.survival import DeltaSurvival
-from finitune.merging.work import RoundingOptions, TensorJob, TensorOutcome, copy_and_check_file, copy_or_merge_tensor
+from finitune.merging.work import (
+    DeltaSurvival,
+    RoundingOptions,
+    TensorOutcome,
+    copy_and_check_file,
+    copy_or_merge_tensor,
+)
 from finitune.progress import Progress
 
 _DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -34,7 +40,7 @@ class OutputFile:
     path: Path
     size: int
     header: bytes = b""
-    jobs: tuple[TensorJob, ...] = ()
+    jobs: tuple[PlannedTensor, ...] = ()
     copy_of: Path | None = None
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
 
@@ -46,7 +52,7 @@ class PendingFile:
     file: OutputFile
     place: Path
 
-    def list_work_units(self) -> list[TensorJob | PendingFile]:
+    def list_work_units(self) -> list[PlannedTensor | PendingFile]:
         """The pieces of work: its tensors, or itself where it is a copy."""
         return [self] if self.file.copy_of else [replace(job, path=self.place) for job in self.file.jobs]
 
@@ -115,21 +121,7 @@ def group_by_shard_size(tensors: Sequence[PlannedTensor], limit: int | None) -> 
 
 def plan_tensor_file(path: Path, tensors: Sequence[PlannedTensor], metadata: Mapping[str, str]) -> OutputFile:
     """A safetensors file: wide elements first, so that each tensor is aligned, and else in the base's order."""
-    jobs = [
-        TensorJob(
-            str(one.key),
-            one.key.name,
-            one.entry,
-            path,
-            0,
-            one.dtype,
-            one.change,
-            one.scale,
-            0 if one.rescaled else None,
-        )
-        for one in sorted(tensors, key=lambda one: -one.dtype.itemsize)
-    ]
-    entries = build_output_entries(jobs)
+    entries = build_output_entries(tensors)
     header = encode_header(entries, metadata)
     places: dict[str, int] = {}
     end = len(header)
@@ -137,22 +129,18 @@ def plan_tensor_file(path: Path, tensors: Sequence[PlannedTensor], metadata: Map
         places[name] = end
         end += dtype.itemsize * torch.Size(shape).numel()
     placed = [
-        replace(
-            job,
-            at=places[job.name],
-            scale_at=places[job.scale.key] if job.scale is not None and job.scale_at is not None else None,
-        )
-        for job in jobs
+        replace(one, at=places[one.key.name], scale_at=places[one.new_scale.key] if one.new_scale else 0)
+        for one in sorted(tensors, key=lambda one: -one.dtype.itemsize)
     ]
     return OutputFile(path, end, header, tuple(placed))
 
 
-def build_output_entries(jobs: Sequence[TensorJob]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """{name: dtype and shape} of the tensors of some jobs: scales first, for they are the widest."""
-    scales = [job.scale for job in jobs if job.scale is not None and job.scale_at is not None]
+def build_output_entries(tensors: Sequence[PlannedTensor]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """{name: dtype and shape} of some tensors in the order of their places, wide elements first, scales before all."""
+    scales = [one.new_scale for one in tensors if one.new_scale]
     entries = {scale.key: (scale.entry.torch_dtype, scale.entry.shape) for scale in scales}
-    wide = {job.name: (job.dtype, job.shape) for job in jobs}
-    return dict(sorted((entries | wide).items(), key=lambda item: -item[1][0].itemsize))
+    own = {one.key.name: (one.dtype, one.shape) for one in sorted(tensors, key=lambda one: -one.dtype.itemsize)}
+    return dict(sorted((entries | own).items(), key=lambda item: -item[1][0].itemsize))
 
 
 def require_usable_output(base: MergeBase, adapters: Sequence[Path], out: Path) -> None:
@@ -215,32 +203,26 @@ def fill_output_files(
         units = [unit for filling in fillings for unit in filling.list_work_units()]
         progress.start("merge", sum(file.size for file in files))
         with flush_periodically([filling.place for filling in fillings if filling.file.jobs]):
-            outcomes = run_in_copy_workers(units, make_file_worker(manner, known, progress), find_longest_row(units))
+            changing = [unit for unit in units if isinstance(unit, PlannedTensor) and not unit.is_copy]
+            longest = max((to_matrix_shape(unit.shape)[1] for unit in changing), default=1)  # a row is never divided
+            outcomes = run_in_copy_workers(units, make_file_worker(manner, known, progress), longest)
         progress.finish("merge")
         yield fillings, [outcome for found in outcomes for outcome in found]
 
 
 def make_file_worker(
     manner: RoundingOptions, known: Mapping[TensorEntry, DeltaSurvival | None], progress: Progress
-) -> Callable[[CopyWorker, TensorJob | PendingFile], list[TensorOutcome]]:
+) -> Callable[[CopyWorker, PlannedTensor | PendingFile], list[TensorOutcome]]:
     """What a lane does with one piece of work."""
 
-    def work(lane: CopyWorker, unit: TensorJob | PendingFile) -> list[TensorOutcome]:
+    def work(lane: CopyWorker, unit: PlannedTensor | PendingFile) -> list[TensorOutcome]:
         if isinstance(unit, PendingFile):
             source = unit.file.copy_of
             outcomes = [] if source is None else copy_and_check_file(lane, source, unit.place, unit.file.tensors)
             progress.advance("merge", unit.file.size)
             return outcomes
-        outcome = copy_or_merge_tensor(lane, unit, manner, known.get(unit.source))
-        progress.advance("merge", unit.dtype.itemsize * torch.Size(unit.shape).numel())
+        outcome = copy_or_merge_tensor(lane, unit, manner, known.get(unit.entry))
+        progress.advance("merge", unit.size_bytes)
         return [outcome]
 
     return work
-
-
-def find_longest_row(units: Sequence[TensorJob | PendingFile]) -> int:
-    """The most elements that a block must hold: a row is never divided."""
-    from finitune.merging.row_mergers import to_matrix_shape
-
-    shapes = [to_matrix_shape(unit.shape) for unit in units if isinstance(unit, TensorJob) and not unit.is_copy]
-    return max((columns for _, columns in shapes), default=1)

@@ -1,4 +1,4 @@
-"""Two checkpoints of one model, tensor by tensor, whatever each calls its modules and however it cuts it into files.
+"""A checkpoint's tensors by their sites, whatever it calls its modules and however it cuts them into files.
 
 A tensor that the family's tables know is found by its site, so that the original naming meets diffusers'; a weight
 that one of them keeps fused (q, k and v) is met part by part. Any other tensor is found by its own name.
@@ -6,12 +6,13 @@ that one of them keeps fused (q, k and v) is met part by part. Any other tensor 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from finitune.adapters.core import Shape
 from finitune.errors import ModelError
 from finitune.files.tensorfile import TensorFile
 from finitune.merging.base_model import BaseTensorKey, MergeBase, build_unknown_model
@@ -168,3 +169,47 @@ def find_model_spec(base: MergeBase) -> ModelSpec:
 def assign_family(base: MergeBase, family: ModelSpec) -> MergeBase:
     """The same model, its tensors taken for those of `family`."""
     return base if family is base.family else replace(base, family=family, resolver=Resolver.of_model(family))
+
+
+@dataclass(frozen=True)
+class TargetModel:
+    """The model that an adapter is for, as far as it is known: its family, its weights' shapes by component and site.
+
+    `tensor` reads one of its tensors by site and parameter ("transformer.proj_out.weight"), any float dtype; None where
+    it has none.
+    """
+
+    family: ModelSpec | None = None
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    tensor: Callable[[str], Tensor | None] = lambda name: None
+
+    @classmethod
+    def of(cls, base: MergeBase) -> TargetModel:
+        """A model on disk, of its family or of its own modules; headers alone are read until a tensor is asked for."""
+        family = find_model_spec(base)
+        base = assign_family(base, family)
+        checkpoint = open_pairable_checkpoint(base)
+
+        def tensor(name: str) -> Tensor | None:
+            return checkpoint.read(name) if name in checkpoint.sources else None
+
+        return cls(family, read_weight_shapes(base), tensor)
+
+    @classmethod
+    def loaded(cls, family: ModelSpec, holder: object) -> TargetModel:
+        """A model in memory, whose components are attributes of `holder`, a pipeline say."""
+        tensors = {
+            f"{component.name}.{name}": parameter
+            for component in family.adapters.components
+            for name, parameter in getattr(holder, component.name).named_parameters(remove_duplicate=False)
+        }
+        weights = {name.removesuffix(".weight"): t for name, t in tensors.items() if name.endswith(".weight")}
+        return cls(family, {site: tuple(weight.shape) for site, weight in weights.items()}, tensors.get)
+
+    def weight(self, site: str) -> Tensor | None:
+        """The weight at a site."""
+        return self.tensor(f"{site}.weight")
+
+    def bias(self, site: str) -> Tensor | None:
+        """The bias at a site."""
+        return self.tensor(f"{site}.bias")

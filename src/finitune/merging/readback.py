@@ -17,8 +17,9 @@ from finitune.adapters.weight import combine_adapted_weight
 from finitune.errors import FileError
 from finitune.files.tensorfile import TensorEntry, TensorFile
 from finitune.merging.output import PendingFile, build_output_entries
-from finitune.merging.rounding import CompensatedRounder, StochasticRounder
-from finitune.merging.row_mergers import (
+from finitune.merging.rows import (
+    CompensatedRounder,
+    StochasticRounder,
     is_rowwise_adapter,
     merge_whole_bias,
     merge_whole_weight,
@@ -27,8 +28,7 @@ from finitune.merging.row_mergers import (
     to_matrix_shape,
 )
 from finitune.merging.stream import read_whole_tensor
-from finitune.merging.survival import choose_sampled_rows
-from finitune.merging.work import RoundingOptions, TensorJob
+from finitune.merging.work import PlannedTensor, RoundingOptions, choose_sampled_rows
 from finitune.numerics.narrow import compute_spacing, round_carrying
 
 _MAX_EXHAUSTIVE_ELEMENTS = 2**22
@@ -56,7 +56,7 @@ class ReadBackResult:
 
 def check_pending_files(fillings: Sequence[PendingFile], manner: RoundingOptions) -> ReadBackResult:
     """Check files before they are put in place; raises FileError where one is not what it should be at all."""
-    jobs: list[TensorJob] = []
+    jobs: list[PlannedTensor] = []
     entries: dict[tuple[Path, str], TensorEntry] = {}
     for filling in fillings:
         if filling.file.jobs:
@@ -73,13 +73,13 @@ def check_pending_files(fillings: Sequence[PendingFile], manner: RoundingOptions
         for job in sample_jobs_evenly(adapted, None if whole else _MAX_SAMPLED_TENSORS)
     ]
     copies = sample_jobs_evenly([job for job in jobs if job.is_copy], None if whole else _MAX_SAMPLED_TENSORS)
-    wrong = [job.key for job in copies if not has_same_end_bytes(job.source, entries[job.path, job.name])]
+    wrong = [str(job.key) for job in copies if not has_same_end_bytes(job.entry, entries[job.path, job.key.name])]
     wrong += [key for key, compared, equal in results if equal != compared]
     compared, equal = sum(one[1] for one in results), sum(one[2] for one in results)
     return ReadBackResult(len(results) + len(copies), tuple(wrong), compared, equal)
 
 
-def sample_jobs_evenly(jobs: Sequence[TensorJob], most: int | None) -> list[TensorJob]:
+def sample_jobs_evenly(jobs: Sequence[PlannedTensor], most: int | None) -> list[PlannedTensor]:
     """At most so many of the jobs, at equal distances."""
     if most is None or len(jobs) <= most:
         return list(jobs)
@@ -110,26 +110,24 @@ def read_tensor_bytes(entry: TensorEntry, offset: int, size: int) -> bytes:
 
 
 def compare_merged_tensor(
-    job: TensorJob, entries: dict[tuple[Path, str], TensorEntry], manner: RoundingOptions, whole: bool
+    job: PlannedTensor, entries: dict[tuple[Path, str], TensorEntry], manner: RoundingOptions, whole: bool
 ) -> tuple[str, int, int]:
     """(key, elements compared, elements that are as they should be) of one merged tensor."""
-    written = entries[job.path, job.name]
+    written = entries[job.path, job.key.name]
     rows, columns = to_matrix_shape(job.shape)
     cut = slice(0, rows, 1) if whole else choose_sampled_rows(rows, columns)
     if not whole and not can_merge_rows_alone(job):
         if rows * columns > _MAX_EXHAUSTIVE_ELEMENTS:
-            return job.key, 0, 0
+            return str(job.key), 0, 0
         cut = slice(0, rows, 1)
-    scale = (
-        float(read_whole_tensor(entries[job.path, job.scale.key])) if job.scale and job.scale_at is not None else 1.0
-    )
+    scale = float(read_whole_tensor(entries[job.path, job.new_scale.key])) if job.new_scale else 1.0
     wanted = recompute_merged_rows(job, cut) / scale
     stored = read_tensor_rows(written, cut, columns).view(wanted.shape)
     right = find_correctly_rounded(stored, wanted, written.torch_dtype, manner)
-    return job.key, right.numel(), int(right.sum())
+    return str(job.key), right.numel(), int(right.sum())
 
 
-def can_merge_rows_alone(job: TensorJob) -> bool:
+def can_merge_rows_alone(job: PlannedTensor) -> bool:
     """Whether some rows of the tensor can be made without the others."""
     change = job.change
     if change is None:
@@ -141,17 +139,17 @@ def can_merge_rows_alone(job: TensorJob) -> bool:
     )
 
 
-def recompute_merged_rows(job: TensorJob, rows: slice) -> Tensor:
+def recompute_merged_rows(job: PlannedTensor, rows: slice) -> Tensor:
     """Some rows of the merged tensor in fp64, unrounded, by the algebra itself."""
     scale = job.scale.value() if job.scale else 1.0
     change = job.change
-    _, columns = to_matrix_shape(job.source.shape)
+    _, columns = to_matrix_shape(job.entry.shape)
     if change is None:
-        return read_tensor_rows(job.source, rows, columns) * scale
+        return read_tensor_rows(job.entry, rows, columns) * scale
     if not can_merge_rows_alone(job):
         make = merge_whole_bias if change.parameter == "bias" else merge_whole_weight
-        return to_matrix(make(change, read_whole_tensor(job.source) * scale))[rows]
-    base = read_tensor_rows(job.source, rows, columns) * scale
+        return to_matrix(make(change, read_whole_tensor(job.entry) * scale))[rows]
+    base = read_tensor_rows(job.entry, rows, columns) * scale
     adapters = [(slice_adapter_rows(adapter, rows), strength) for adapter, strength in change.parts[0].adapters]
     return to_matrix(combine_adapted_weight(base.view(-1, *change.shape[1:]), adapters))
 

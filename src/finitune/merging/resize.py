@@ -13,8 +13,8 @@ from finitune.adapters import AdapterSet, SiteAdapter, find_algorithm
 from finitune.adapters.convert import to_lora_matrices
 from finitune.adapters.lowrank import truncate_factors
 from finitune.errors import AdapterError, NumericsError
+from finitune.merging.adapterfile import SiteRecord
 from finitune.merging.combine import build_unit_scale_lora, compute_bias_change
-from finitune.merging.site_records import SiteRecord
 
 _UNRESIZABLE_ALGORITHMS = ("loha", "lokr", "glora")
 """Algorithms that have a rank which no cut keeps."""

@@ -7,6 +7,7 @@ with the gradients, a step of training.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -277,8 +278,6 @@ def _milli(seconds: float) -> float:
 
 
 def _machine(facts: DeviceFacts, device_type: str) -> str:
-    import platform
-
     name = facts.name if device_type == facts.kind or device_type == "cuda" else device_type.upper()
     return f"{name}, torch {facts.torch_version}, {platform.system()}, Python {platform.python_version()}"
 

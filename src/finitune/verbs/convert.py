@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from finitune.adapters import find_algorithm
+from finitune.adapters.convert import ConvertedAdapter, Exactness, convert_adapter_to_lora
+from finitune.adapters.core import AdapterSet, SiteAdapter
 from finitune.errors import AdapterError, FinituneError, UsageError
+from finitune.merging.adapterfile import (
+    ExpectedAdapter,
+    OpenedAdapter,
+    open_adapter,
+    put_written_adapter,
+    require_other_output,
+)
+from finitune.merging.pairing import TargetModel
+from finitune.namings.block_maps import renumber_family_blocks
+from finitune.namings.core import ParsedAdapter
+from finitune.namings.fuse import fold_scale_into_factor
+from finitune.namings.metadata import Receipt
+from finitune.namings.write import AdapterFileContent, write_adapter
+from finitune.progress import Progress
 from finitune.report import Level, Report
 from finitune.verbs.shared.adapters import (
     build_loader_verdict_table,
@@ -18,14 +35,6 @@ from finitune.verbs.shared.adapters import (
 )
 from finitune.verbs.shared.model import DEFAULT_OUTPUT_FOLDER
 from finitune.verbs.shared.options import AdapterFileDtype, AmbiguityRequest, OutPath
-
-if TYPE_CHECKING:
-    from finitune.adapters.convert import ConvertedAdapter, Exactness
-    from finitune.adapters.core import AdapterSet, SiteAdapter
-    from finitune.merging.adapterfile import OpenedAdapter, TargetModel
-    from finitune.namings.core import ParsedAdapter
-    from finitune.namings.write import AdapterFileContent
-    from finitune.progress import Progress
 
 TargetSpelling = Literal["kohya", "comfy", "diffusers", "peft"]
 
@@ -93,8 +102,6 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 def convert_adapter_file(request: Request, report: Report) -> None:
     """One file from source to target; raises FinituneError."""
-    from finitune.merging.adapterfile import ExpectedAdapter, open_adapter, put_written_adapter, require_other_output
-
     target = request.target()
     require_other_output(target, [request.file])
     require_valid_convert_rank(request)
@@ -118,8 +125,6 @@ def convert_adapter_file(request: Request, report: Report) -> None:
 
 def correct_split_scale(reading: ParsedAdapter, report: Report) -> AdapterSet:
     """The adapter with alpha multiplied by n where LoRA were trained as n parts; what it mends is found no more."""
-    from finitune.adapters.core import AdapterSet
-
     times, sites = reading.split_scale, reading.adapter.sites
     report.findings[:] = [finding for finding in report.findings if finding.code != "ADAPTER-SPLIT-SCALE"]
     factors = " or ".join(map(str, sorted(set(times.values()))))
@@ -133,8 +138,6 @@ def correct_split_scale(reading: ParsedAdapter, report: Report) -> AdapterSet:
 
 def renumber_adapter_blocks(change: AdapterConversion, source: OpenedAdapter, blocks: str) -> AdapterConversion:
     """The adapter, and what it is compared with, in the blocks of another model."""
-    from finitune.namings.block_maps import renumber_family_blocks
-
     adapter, reference = (
         renumber_family_blocks(one, source.family, blocks, source.reading.metadata)
         for one in (change.adapter, change.reference)
@@ -155,9 +158,6 @@ def require_valid_convert_rank(request: Request) -> None:
 
 def convert_algorithm(adapter: AdapterSet, model: TargetModel, request: Request) -> AdapterConversion:
     """The adapter as the asked algorithm; raises AdapterError with the site where that is impossible."""
-    from finitune.adapters.convert import Exactness
-    from finitune.adapters.core import AdapterSet
-
     if request.as_algorithm is None:
         return AdapterConversion(adapter, adapter, Exactness.LOSSLESS)
     sites, references, klass, error = {}, {}, Exactness.LOSSLESS, 0.0
@@ -184,23 +184,17 @@ def needs_base_weight(adapter: SiteAdapter, to: TargetSpelling) -> bool:
     So it is for algorithms that are not additive, and for DoRA magnitudes of the inputs where the target has no place
     for them.
     """
-    from finitune.adapters import find_algorithm
-
     unsayable = adapter.magnitude is not None and adapter.magnitude.side == "in" and to in ("diffusers", "peft")
     return unsayable or not find_algorithm(adapter.algorithm).additive
 
 
 def convert_to_lora(adapter: SiteAdapter, rank: int | None) -> ConvertedAdapter:
     """The LoRA of a change that depends on no weight."""
-    from finitune.adapters.convert import convert_adapter_to_lora
-
     return convert_adapter_to_lora(adapter, rank=rank)
 
 
 def convert_to_lora_on_base(site: str, adapter: SiteAdapter, model: TargetModel, rank: int | None) -> ConvertedAdapter:
     """The LoRA of what an adapter changes of the model's own weight and bias, in fp64."""
-    from finitune.adapters.convert import convert_adapter_to_lora
-
     weight, bias = model.weight(site), model.bias(site)
     return convert_adapter_to_lora(
         adapter,
@@ -213,8 +207,6 @@ def convert_to_lora_on_base(site: str, adapter: SiteAdapter, model: TargetModel,
 
 def require_lossy_allowed(change: AdapterConversion, request: Request) -> None:
     """Raise AdapterError (CONVERT-LOSSY), with the error that it would have, for a rank that is too small unasked."""
-    from finitune.adapters.convert import Exactness
-
     if change.klass is Exactness.LOSSY and not request.allow_lossy:
         raise AdapterError(
             f"a LoRA of rank {request.rank} cannot hold this adapter: its change would be off by {change.error:.2%}",
@@ -227,8 +219,6 @@ def require_lossy_allowed(change: AdapterConversion, request: Request) -> None:
 
 def require_dtype_keeps_values(written: AdapterFileContent, request: Request, report: Report) -> None:
     """Raise AdapterError (CONVERT-LOSSY) for a dtype that loses more than its rounding, unasked."""
-    from finitune.adapters.convert import Exactness
-
     error, share = written.narrowing_error, written.flushed_share
     report.figures |= {"narrowing_error": error, "flushed_share": share}
     if written.narrowing is Exactness.LOSSY and not request.allow_lossy:
@@ -244,11 +234,6 @@ def require_dtype_keeps_values(written: AdapterFileContent, request: Request, re
 
 def encode_converted_adapter(change: AdapterConversion, source: OpenedAdapter, request: Request) -> AdapterFileContent:
     """The content of the new file."""
-    from finitune.adapters.core import AdapterSet
-    from finitune.namings.fuse import fold_scale_into_factor
-    from finitune.namings.metadata import Receipt
-    from finitune.namings.write import write_adapter
-
     adapter, reading = change.adapter, source.reading
     if request.portable:
         adapter = AdapterSet(

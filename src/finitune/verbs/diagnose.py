@@ -7,26 +7,36 @@ as bad, precision is acquitted, and the model's conditioning, latents and schedu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from finitune.errors import FinituneError
+from finitune.generation.draw import (
+    CallRecording,
+    DrawnPictures,
+    build_decode_call,
+    draw_picture_batch,
+    record_component_calls,
+)
+from finitune.generation.picture import save_picture
+from finitune.generation.picture_quality import judge_picture
+from finitune.generation.planning import draw_in_precision
+from finitune.generation.precisions import PIPELINE_COMPONENTS, RunningPipeline, open_in_precision
+from finitune.generation.settings import PictureSettings
+from finitune.models.anima.load import AnimaParts
+from finitune.numerics.compare import psnr_db
+from finitune.precision.apply import hold_parameters_in
+from finitune.precision.certificate import cast_call_inputs, collect_call_outputs
+from finitune.precision.origin import FaultOrigin, find_first_fault_origin
+from finitune.precision.planner import RecordedCall
+from finitune.precision.probe import Ranges, is_output_finite, probe
+from finitune.progress import Progress
 from finitune.report import Level, Report, Table
 from finitune.verbs import generate
 from finitune.verbs.shared.model import load_or_make_plan
 from finitune.verbs.shared.options import DrawingOptions, DrawingPrecision, OutPath
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from finitune.generation.draw import CallRecording, DrawnPictures
-    from finitune.generation.precisions import RunningPipeline
-    from finitune.generation.settings import PictureSettings
-    from finitune.models.anima.load import AnimaParts
-    from finitune.precision.origin import FaultOrigin
-    from finitune.precision.planner import RecordedCall
-    from finitune.precision.probe import Ranges
-    from finitune.progress import Progress
-
 
 _MAX_LISTED_SITES = 12
 
@@ -67,10 +77,6 @@ def diagnose_picture(
     request: Request, report: Report, progress: Progress | None = None
 ) -> tuple[AnimaParts, DrawnPictures]:
     """Climb the ladder, everything found going into `report`; the model, and the picture as it was asked for."""
-    from finitune.generation.draw import draw_picture_batch, record_component_calls
-    from finitune.generation.picture_quality import judge_picture
-    from finitune.generation.precisions import open_in_precision
-
     settings, parts, precision, plan = generate.prepare_generation(request, None, report, progress)
     with open_in_precision(parts, precision, plan) as running:
         with record_component_calls(running) as recording:
@@ -103,9 +109,6 @@ def collect_stages(
     parts: AnimaParts, recording: CallRecording, drawing: DrawnPictures, steps: int
 ) -> list[DiagnosisStage]:
     """Every call of the run in the order of the ladder: text encoder, conditioner, denoising steps, VAE."""
-    from finitune.generation.draw import build_decode_call
-    from finitune.generation.precisions import PIPELINE_COMPONENTS
-
     stages = []
     for component in PIPELINE_COMPONENTS:
         calls = recording.calls.get(component, [])
@@ -130,19 +133,11 @@ def build_stage_table(stages: list[DiagnosisStage]) -> Table:
 
 def find_stage_origin(running: RunningPipeline, stage: DiagnosisStage) -> FaultOrigin | None:
     """The operation that made the first non-finite number of a stage, in the precision of the run."""
-    from finitune.precision.origin import find_first_fault_origin
-
     return find_first_fault_origin(running.modules[stage.component], stage.call, stage.number)
 
 
 def replay_stage_in_fp32(parts: AnimaParts, stage: DiagnosisStage) -> tuple[bool, Ranges]:
     """Run a stage in fp32 from the inputs that it was given: is its output finite, and how large does it get inside?"""
-    import torch
-
-    from finitune.precision.apply import hold_parameters_in
-    from finitune.precision.certificate import cast_call_inputs, collect_call_outputs
-    from finitune.precision.probe import is_output_finite, probe
-
     module: nn.Module = getattr(parts, stage.component)
     with hold_parameters_in(module, torch.float32), probe(module, parts.fingerprint) as ranges:
         found = collect_call_outputs(module, cast_call_inputs([stage.call], torch.float32))
@@ -199,10 +194,6 @@ def _judge_finite_run(
     parts: AnimaParts, settings: PictureSettings, drawing: DrawnPictures, report: Report, progress: Progress | None
 ) -> None:
     """Everything was finite: is the picture good, and if not, is fp32's any better?"""
-    from finitune.generation.picture_quality import judge_picture
-    from finitune.generation.planning import draw_in_precision
-    from finitune.numerics.compare import psnr_db
-
     reference = draw_in_precision(parts, "fp32", [settings], progress=progress)
     report.figures["psnr_vs_fp32"] = psnr_db(drawing.pixels.float(), reference.pixels.float(), 255.0)
     verdict = judge_picture(drawing.latents, drawing.pixels, remedy="fp32 draws this picture well: use a plan.")
@@ -220,10 +211,6 @@ def _judge_finite_run(
 
 def _check_conditioning(parts: AnimaParts, report: Report) -> None:
     """What else makes black pictures: weights, the scheduler's shift, the latents' scaling."""
-    import torch
-
-    from finitune.generation.precisions import PIPELINE_COMPONENTS
-
     for component in PIPELINE_COMPONENTS:
         for name, parameter in getattr(parts, component).named_parameters():
             if not bool(torch.isfinite(parameter).all()):
@@ -246,9 +233,6 @@ def _cure(
     request: Request, parts: AnimaParts, settings: PictureSettings, report: Report, progress: Progress | None
 ) -> None:
     """Draw the picture again by a plan, and say how it went."""
-    from finitune.generation.picture_quality import judge_picture
-    from finitune.generation.planning import draw_in_precision
-
     plan = load_or_make_plan(request, parts, settings, None, report, progress)
     after = draw_in_precision(parts, "planned-half", [settings], plan, progress)
     good = judge_picture(after.latents, after.pixels, remedy="").good
@@ -262,8 +246,6 @@ def _cure(
 
 def _keep(request: Request, report: Report, name: str, drawing: DrawnPictures, *, good: bool) -> None:
     """Save a picture as evidence, where a folder for it was given."""
-    from finitune.generation.picture import save_picture
-
     if request.out:
         metadata: dict[str, object] = {"prompt": request.prompt, "seed": request.seed, "picture": name}
         path = save_picture(request.out / f"{name}.png", drawing.pixels[0], metadata, good=good)

@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from finitune.errors import FinituneError, ModelError, UsageError
+from finitune.merging.adapterfile import (
+    OutputFormat,
+    build_site_receipt,
+    build_site_table,
+    compute_site_figures,
+    put_adapter,
+    require_other_output,
+)
+from finitune.merging.base_model import open_merge_base
+from finitune.merging.combine import RankLimit
+from finitune.merging.extract import ExtractionOptions, ExtractionResult, extract_adapter, list_unpaired_tensors
+from finitune.merging.pairing import PairableCheckpoint, assign_family, find_model_spec, open_pairable_checkpoint
+from finitune.progress import Progress
 from finitune.report import Level, Report
 from finitune.verbs.resize import require_rank_cut
 from finitune.verbs.shared.adapters import resolve_dtype_option
 from finitune.verbs.shared.model import DEFAULT_OUTPUT_FOLDER
 from finitune.verbs.shared.options import AdapterFileDtype, OutPath, RankOptions
-
-if TYPE_CHECKING:
-    from finitune.merging.combine import RankLimit
-    from finitune.merging.extract import ExtractionOptions, ExtractionResult
-    from finitune.merging.pairing import PairableCheckpoint
-    from finitune.progress import Progress
 
 _MAX_LISTED_NAMES = 5
 """How many names a finding gives."""
@@ -53,8 +60,6 @@ class Request(RankOptions):
 
     def to_extract_options(self, cut: RankLimit) -> ExtractionOptions:
         """What to extract; raises UsageError where it cannot be meant."""
-        from finitune.merging.extract import ExtractionOptions
-
         if not 0 <= self.min_change < 1:
             raise UsageError(
                 f"--min-change: {self.min_change} is not in [0, 1)",
@@ -78,12 +83,6 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 def extract_adapter_file(request: Request, wish: ExtractionOptions, report: Report, progress: Progress | None) -> None:
     """One adapter file from two checkpoints; raises FinituneError."""
-    from finitune.merging.adapterfile import OutputFormat, put_adapter, require_other_output
-    from finitune.merging.base_model import open_merge_base
-    from finitune.merging.extract import extract_adapter
-    from finitune.merging.pairing import assign_family, find_model_spec, open_pairable_checkpoint
-    from finitune.merging.site_records import build_site_receipt, build_site_table, compute_site_figures
-
     target = request.target()
     require_other_output(target, [request.base, request.tuned])
     models = [open_merge_base(path) for path in (request.base, request.tuned)]
@@ -121,8 +120,6 @@ def count_left_out_tensors(done: ExtractionResult) -> dict[str, object]:
 
 def report_unpaired_tensors(base: PairableCheckpoint, tuned: PairableCheckpoint, report: Report) -> None:
     """Warn of tensors that only one of the models has, or has twice."""
-    from finitune.merging.extract import list_unpaired_tensors
-
     doubled = [*base.doubled, *tuned.doubled]
     if doubled:
         message = f"modules that a file has twice, of which the first was taken: {len(doubled)}"

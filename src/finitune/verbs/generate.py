@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from finitune import __version__
 from finitune.errors import FinituneError
+from finitune.files.writer import make_read_back_error
+from finitune.generation.draw import DrawnPictures, draw_picture_batch
+from finitune.generation.picture import read_picture_metadata, save_picture
+from finitune.generation.picture_quality import judge_picture
+from finitune.generation.planning import calibrate_model, draw_in_precision, make_model_plan, recheck_model_plan
+from finitune.generation.precisions import check_drawing_precision, open_in_precision
+from finitune.generation.settings import PictureSettings, parse_picture_size
+from finitune.machine.hardware import advise, read_device_facts
+from finitune.models.anima.load import AnimaParts
+from finitune.precision.guard import PrecisionGuard
+from finitune.precision.plan import PrecisionPlan
+from finitune.progress import Progress
 from finitune.report import Level, Report
+from finitune.verbs.plan import compute_fp32_distances
 from finitune.verbs.shared.adapters import (
     MIN_ADAPTED_HEADROOM_BITS,
     AppliedAdapters,
@@ -25,14 +38,6 @@ from finitune.verbs.shared.model import (
     write_plan,
 )
 from finitune.verbs.shared.options import AmbiguityRequest, DrawingOptions, OutPath
-
-if TYPE_CHECKING:
-    from finitune.generation.draw import DrawnPictures
-    from finitune.generation.settings import PictureSettings
-    from finitune.models.anima.load import AnimaParts
-    from finitune.precision.guard import PrecisionGuard
-    from finitune.precision.plan import PrecisionPlan
-    from finitune.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +64,6 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 
 def _run(request: Request, report: Report, progress: Progress | None) -> Report:
-    from finitune.generation.draw import draw_picture_batch
-    from finitune.generation.picture_quality import judge_picture
-    from finitune.generation.precisions import open_in_precision
-
     settings, parts, precision, plan = prepare_generation(request, request.plan, report, progress)
     worn = None
     if request.adapter:
@@ -94,8 +95,6 @@ def prepare_generation(
 
     Raises UsageError for what cannot be drawn.
     """
-    from finitune.generation.precisions import check_drawing_precision
-
     settings = build_picture_settings(request)
     check_drawing_precision(request.precision)
     parts = load_model(request)
@@ -108,8 +107,6 @@ def prepare_generation(
 
 def build_picture_settings(request: DrawingOptions) -> PictureSettings:
     """The picture's settings; raises UsageError for what cannot be drawn."""
-    from finitune.generation.settings import PictureSettings, parse_picture_size
-
     width, height = parse_picture_size(request.size or get_default_picture_size(request))
     own = {name: getattr(request, name) for name in ("prompt", "negative", "steps", "cfg", "seed")}
     return PictureSettings(**own, width=width, height=height)
@@ -124,8 +121,6 @@ def recertify_adapted_plan(
     progress: Progress | None,
 ) -> PrecisionPlan:
     """The plan for the model with its adapters: the model's own where it still holds on this prompt, else a new one."""
-    from finitune.generation.planning import calibrate_model, make_model_plan, recheck_model_plan
-
     own = {name: component.moved(worn.places.get(name, {})) for name, component in plan.components.items()}
     plan = replace(plan, components=own, proof={})
     calls, _ = calibrate_model(parts, [settings], progress)
@@ -170,8 +165,6 @@ def choose_generation_precision(request: DrawingOptions, report: Report) -> str:
     """The precision asked for, or the one for this machine, with its reason in the report."""
     if request.precision != "auto":
         return request.precision
-    from finitune.machine.hardware import advise, read_device_facts
-
     device = choose_device(request.device)
     if device == "cpu":
         chosen = "planned-half"
@@ -190,9 +183,6 @@ def compare_picture_with_bf16(
     parts: AnimaParts, settings: PictureSettings, drawing: DrawnPictures, progress: Progress | None
 ) -> dict[str, object]:
     """Distance of this picture, and of bf16's, to the one that fp32 draws."""
-    from finitune.generation.planning import draw_in_precision
-    from finitune.verbs.plan import compute_fp32_distances
-
     others = {name: draw_in_precision(parts, name, [settings], progress=progress) for name in ("fp32", "bf16")}
     return compute_fp32_distances({"planned-half": drawing, **others})
 
@@ -201,8 +191,6 @@ def build_picture_metadata(
     request: Request, precision: str, fingerprint: str, plan: PrecisionPlan | None
 ) -> dict[str, object]:
     """What a picture file says of itself: enough to draw it again."""
-    from finitune import __version__
-
     return {
         "prompt": request.prompt,
         "negative": request.negative,
@@ -219,9 +207,6 @@ def build_picture_metadata(
 
 
 def _save(out: Path | None, drawing: DrawnPictures, metadata: dict[str, object], *, good: bool) -> Path:
-    from finitune.files.writer import make_read_back_error
-    from finitune.generation.picture import read_picture_metadata, save_picture
-
     out = out or DEFAULT_OUTPUT_FOLDER / "{model}-{precision}-{seed}.png".format(**metadata)
     written = save_picture(out, drawing.pixels[0], metadata, good=good)
     if read_picture_metadata(written) != metadata:

@@ -7,25 +7,36 @@ import time
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from finitune.errors import AdapterError, FileError, FinituneError, UsageError
+from finitune.files.tensorfile import TensorEntry, TensorFile
+from finitune.files.writer import clear_stale_files
+from finitune.merging.adapterfile import open_adapter
+from finitune.merging.base_model import MergeBase, open_merge_base, read_key_renames
+from finitune.merging.combine import CombineRequest, combine_adapter_files
+from finitune.merging.merge_plan import (
+    MergeInput,
+    MergePlan,
+    build_merge_plan_tables,
+    make_merge_plan,
+    set_fp32_tensors,
+)
+from finitune.merging.output import fill_output_files, plan_output_files, require_disk_space, require_usable_output
+from finitune.merging.pairing import TargetModel
+from finitune.merging.readback import ReadBackResult, check_pending_files, require_read_back_match
+from finitune.merging.rows import find_rounder_class, to_matrix_shape
+from finitune.merging.stream import run_in_copy_workers
+from finitune.merging.work import DeltaSurvival, RoundingOptions, TensorOutcome, report_delta_survival, survey_tensor
+from finitune.namings.metadata import RECEIPT_METADATA_KEY, Receipt
+from finitune.namings.suffixes import split_adapter_key
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Level, Report
 from finitune.verbs.shared.adapters import NamedAdapter, resolve_dtype_option
 from finitune.verbs.shared.model import resolve_model_path
 from finitune.verbs.shared.options import AmbiguityRequest, RankOptions
-
-if TYPE_CHECKING:
-    from finitune.files.tensorfile import TensorEntry
-    from finitune.merging.adapterfile import TargetModel
-    from finitune.merging.base_model import MergeBase
-    from finitune.merging.merge_plan import MergeInput, MergePlan
-    from finitune.merging.readback import ReadBackResult
-    from finitune.merging.survival import DeltaSurvival
-    from finitune.merging.work import RoundingOptions, TensorOutcome
 
 _MAX_SAMPLED_KEYS = 100
 """How many keys, evenly spaced, tell an adapter from a model."""
@@ -82,9 +93,6 @@ class Request(RankOptions, AmbiguityRequest):
 
     def rounding_options(self) -> RoundingOptions:
         """How numbers are rounded; raises UsageError for a rounding that we do not have."""
-        from finitune.merging.rounding import find_rounder_class
-        from finitune.merging.work import RoundingOptions
-
         return RoundingOptions(find_rounder_class(self.rounding), self.seed)
 
     def least_survival(self) -> float:
@@ -116,14 +124,6 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 def merge_into_model(request: Request, report: Report, progress: Progress) -> None:
     """The merge into a model; findings, figures and artifacts go to the report. Raises FinituneError."""
-    from finitune.merging.adapterfile import TargetModel
-    from finitune.merging.base_model import open_merge_base, read_key_renames
-    from finitune.merging.merge_plan import build_merge_plan_tables
-    from finitune.merging.output import fill_output_files, plan_output_files, require_disk_space, require_usable_output
-    from finitune.merging.readback import check_pending_files, require_read_back_match
-    from finitune.merging.stale_files import clear_stale_files
-    from finitune.merging.survival import report_delta_survival
-
     manner, named, least = request.rounding_options(), request.named(), request.least_survival()
     base = open_merge_base(resolve_model_path(request.model), read_key_renames(request.map) if request.map else None)
     require_usable_output(base, [one.file for one in named], request.out)
@@ -155,9 +155,6 @@ def merge_into_model(request: Request, report: Report, progress: Progress) -> No
 
 def open_merge_source(one: NamedAdapter, model: TargetModel, request: Request, report: Report) -> MergeInput:
     """An adapter file, read as one of the base; its findings go to the report. Raises AdapterError."""
-    from finitune.merging.adapterfile import open_adapter
-    from finitune.merging.merge_plan import MergeInput
-
     name, leave, answers = one.path.name, request.allow_unmatched, request.answers()
     counted = Report(report.verb, report.findings)  # what matches is counted by the plan, over all files
     reading = open_adapter(one.path, counted, model, allow_unmatched=leave, answers=answers).reading
@@ -175,8 +172,6 @@ def make_checked_merge_plan(
     base: MergeBase, sources: Sequence[MergeInput], request: Request, report: Report
 ) -> MergePlan:
     """The plan, of which every module is accounted for; raises AdapterError where none matches, or one does not."""
-    from finitune.merging.merge_plan import make_merge_plan
-
     plan = make_merge_plan(base, sources, resolve_dtype_option(request.dtype))
     figures = {
         "tensors_total": len(plan.tensors) + len(plan.scales),
@@ -218,17 +213,11 @@ def estimate_merge_survival(
     plan: MergePlan, request: Request, manner: RoundingOptions, report: Report
 ) -> tuple[MergePlan, dict[TensorEntry, DeltaSurvival | None]]:
     """Survivals estimated before anything is written, where that is asked for; weak tensors then become fp32."""
-    from finitune.merging.merge_plan import set_fp32_tensors
-    from finitune.merging.stream import run_in_copy_workers
-    from finitune.merging.work import TensorJob, survey_tensor
-
     if not (request.dry_run or request.keep_precise):
         return plan, {}
     adapted = plan.adapted
-    nowhere = Path()
-    jobs = [TensorJob(str(p.key), p.key.name, p.entry, nowhere, 0, p.dtype, p.change, p.scale, 0) for p in adapted]
-    longest = max((math.prod(p.shape[1:]) if len(p.shape) > 1 else math.prod(p.shape) for p in adapted), default=1)
-    found = run_in_copy_workers(jobs, lambda lane, job: survey_tensor(lane, job, manner), longest)
+    longest = max((to_matrix_shape(one.shape)[1] for one in adapted), default=1)
+    found = run_in_copy_workers(adapted, lambda lane, job: survey_tensor(lane, job, manner), longest)
     known = {p.entry: survival for p, survival in zip(adapted, found, strict=True)}
     if not request.keep_precise:
         return plan, known
@@ -244,9 +233,6 @@ def estimate_merge_survival(
 
 def build_merge_metadata(base: MergeBase, named: Sequence[NamedAdapter], plan: MergePlan) -> dict[str, str]:
     """What the output's metadata says of how it came about."""
-    from finitune.files.tensorfile import TensorFile
-    from finitune.namings.metadata import RECEIPT_METADATA_KEY, Receipt
-
     sources = [(base.path.name, base.fingerprint())]
     sources += [(f"{one.path.name}:{one.strength:g}", TensorFile(one.file).fingerprint()) for one in named]
     return {RECEIPT_METADATA_KEY: Receipt("merge", tuple(sources), "one rounding").text()}
@@ -301,9 +287,6 @@ def report_merge_outcome(report: Report, outcomes: Sequence[TensorOutcome], chec
 
 def is_adapter_file(path: Path) -> bool:
     """Whether MODEL is an adapter: a file most of whose tensors have an adapter's role."""
-    from finitune.files.tensorfile import TensorFile
-    from finitune.namings.suffixes import split_adapter_key
-
     if not path.is_file():
         return False
     names = list(TensorFile(path))
@@ -314,8 +297,6 @@ def is_adapter_file(path: Path) -> bool:
 
 def merge_into_adapter(request: Request, report: Report) -> Report:
     """The sum of adapters, as an adapter."""
-    from finitune.merging.combine import CombineRequest, combine_adapter_files
-
     first = NamedAdapter.parse(request.model)
     files = tuple((one.file, one.strength) for one in [first, *request.named()])
     combination = CombineRequest(

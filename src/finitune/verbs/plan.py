@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from finitune.errors import FileError, FinituneError, UsageError
+from finitune.files.sniff import read_utf8_text
+from finitune.generation.draw import DrawnPictures
+from finitune.generation.planning import calibrate_model, certify_model_plan, draw_in_precision, make_model_plan
+from finitune.generation.settings import PictureSettings, parse_picture_size
+from finitune.models.anima.load import AnimaParts
+from finitune.numerics.compare import psnr_db, relative_l2
+from finitune.precision.certificate import PlanCertificate
+from finitune.precision.plan import PrecisionPlan
+from finitune.progress import Progress
 from finitune.report import Level, Report, Table
 from finitune.verbs.shared.model import (
     format_model_name,
@@ -17,14 +25,6 @@ from finitune.verbs.shared.model import (
     write_plan,
 )
 from finitune.verbs.shared.options import ModelChoice, OutPath
-
-if TYPE_CHECKING:
-    from finitune.generation.draw import DrawnPictures
-    from finitune.generation.settings import PictureSettings
-    from finitune.models.anima.load import AnimaParts
-    from finitune.precision.certificate import PlanCertificate
-    from finitune.precision.plan import PrecisionPlan
-    from finitune.progress import Progress
 
 DEFAULT_CALIBRATION_PROMPTS = ("red apple", "smiling cat face with heart-shaped eyes")
 
@@ -48,8 +48,6 @@ class Request(ModelChoice):
 
     def pictures(self) -> list[PictureSettings]:
         """The calibration pictures: one per prompt, seeds counted up from `seed`."""
-        from finitune.generation.settings import PictureSettings, parse_picture_size
-
         width, height = parse_picture_size(self.size or get_default_picture_size(self))
         prompts = read_prompt_file(self.prompts) if self.prompts else DEFAULT_CALIBRATION_PROMPTS
         return [
@@ -111,8 +109,6 @@ def plan_and_prove(
     progress: Progress | None = None,
 ) -> PlanProof:
     """The plan of all components, its certificates, and the same pictures drawn in fp32, bf16 and by the plan."""
-    from finitune.generation.planning import calibrate_model, certify_model_plan, draw_in_precision, make_model_plan
-
     calls, reference = calibrate_model(parts, pictures, progress)
     plan = make_model_plan(parts, name, calls, headroom_bits, progress)
     certificates = certify_model_plan(parts, plan, calls, progress)
@@ -127,8 +123,6 @@ def plan_and_prove(
 
 def compute_fp32_distances(drawings: dict[str, DrawnPictures]) -> dict[str, object]:
     """How far the plan's and bf16's latents and pictures are from fp32's: the worst picture counts."""
-    from finitune.numerics.compare import psnr_db, relative_l2
-
     reference = drawings["fp32"]
     figures: dict[str, object] = {}
     for prefix, drawing in (("", drawings["planned-half"]), ("bf16_", drawings["bf16"])):
@@ -191,8 +185,6 @@ def build_proof_tables(proof: PlanProof) -> list[Table]:
 
 def read_prompt_file(path: Path) -> list[str]:
     """The prompts of a UTF-8 text file, one per line; raises FileError where there are none."""
-    from finitune.files.sniff import read_utf8_text
-
     prompts = [line.strip() for line in read_utf8_text(path).splitlines() if line.strip()]
     if not prompts:
         raise FileError(

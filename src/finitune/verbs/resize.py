@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from finitune.adapters import AdapterSet
 from finitune.errors import FinituneError, UsageError
+from finitune.merging.adapterfile import (
+    build_site_receipt,
+    build_site_table,
+    choose_output_format,
+    compute_site_figures,
+    open_adapter,
+    put_adapter,
+    require_other_output,
+)
+from finitune.merging.combine import RankLimit
+from finitune.merging.resize import ResizedAdapter, resize_adapter
+from finitune.progress import Progress
 from finitune.report import Level, Report
 from finitune.verbs.shared.adapters import resolve_dtype_option
 from finitune.verbs.shared.model import DEFAULT_OUTPUT_FOLDER
 from finitune.verbs.shared.options import AdapterFileDtype, AmbiguityRequest, OutPath, RankOptions
-
-if TYPE_CHECKING:
-    import torch
-
-    from finitune.adapters import AdapterSet
-    from finitune.merging.combine import RankLimit
-    from finitune.merging.resize import ResizedAdapter
-    from finitune.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,6 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 def require_rank_cut(rank: int | None, energy: float | None, usage: str) -> RankLimit:
     """The cut that was asked for; raises UsageError where there is none, or one that cannot be meant."""
-    from finitune.merging.combine import RankLimit
-
     if rank is None and energy is None:
         raise UsageError(
             "neither a rank nor an energy was given",
@@ -67,10 +71,6 @@ def require_rank_cut(rank: int | None, energy: float | None, usage: str) -> Rank
 
 def resize_adapter_file(request: Request, cut: RankLimit, report: Report) -> None:
     """One file from source to target; raises FinituneError."""
-    from finitune.merging.adapterfile import choose_output_format, open_adapter, put_adapter, require_other_output
-    from finitune.merging.resize import resize_adapter
-    from finitune.merging.site_records import build_site_receipt, build_site_table, compute_site_figures
-
     target = request.target()
     require_other_output(target, [request.file])
     source = open_adapter(request.file, report, allow_unmatched=request.allow_unmatched, answers=request.answers())
@@ -87,8 +87,6 @@ def resize_adapter_file(request: Request, cut: RankLimit, report: Report) -> Non
 
 def find_widest_factor_dtype(adapter: AdapterSet) -> torch.dtype:
     """The dtype that holds the LoRA factors of all sites."""
-    import torch
-
     dtypes = {t.dtype for one in adapter.sites.values() if one.algorithm == "lora" for t in one.tensors.values()}
     wide, *others = dtypes
     for dtype in others:

@@ -13,20 +13,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from finitune.config.read import read_train_config
+from finitune.config.schema import TrainConfig
 from finitune.errors import FinituneError, UsageError
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Level, Report
+from finitune.training import events
+from finitune.training.checkpoint import RunState, load_run_state
+from finitune.training.history import TrainingHistory
+from finitune.training.ranks import ProcessRanks
+from finitune.training.state_codec import encode_state_tree
 from finitune.verbs.shared.model import choose_device
 from finitune.verbs.shared.options import OutPath
+from finitune.verbs.train import iter_train_events
 from finitune.verbs.train.prepare import TrainingStopped
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from finitune.config.schema import TrainConfig
-    from finitune.training.checkpoint import RunState
 
 _PROGRESS_STAGE = "steps"
 _COMPARED_STATE_PARTS = ("adapter", "optimizer", "average", "facts")
@@ -66,9 +71,6 @@ class StateDifference:
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Run, stop and resume; an error names the first tensor that differs."""
-    from finitune.config.read import read_train_config
-    from finitune.training.ranks import ProcessRanks
-
     report = Report("verify-resume")
     try:
         require_resume_steps(request.steps)
@@ -138,10 +140,6 @@ class ResumeProof:
 
     def ended(self, report: Report, name: str, end: int | None = None, resume: Path | None = None) -> FinishedRun:
         """A run in a folder of its own: from the beginning or a state, to its end or until it is stopped."""
-        from finitune.training import events
-        from finitune.training.history import TrainingHistory
-        from finitune.verbs.train import iter_train_events
-
         own, history = Report("train"), TrainingHistory()
         config = shorten_train_config(self.config, self.steps, self.place / name, resume)
         try:
@@ -191,8 +189,6 @@ def shorten_train_config(config: TrainConfig, steps: int, folder: Path, resume: 
 
 def compare_states(first: Path, second: Path) -> StateDifference:
     """How two states differ, bit for bit."""
-    from finitune.training.checkpoint import load_run_state
-
     (ours, our_facts), (theirs, their_facts) = (flatten_run_state(load_run_state(path)[0]) for path in (first, second))
     names = [name for name in {**ours, **theirs} if not has_same_bits(ours.get(name), theirs.get(name))]
     largest = max(
@@ -209,8 +205,6 @@ def compare_states(first: Path, second: Path) -> StateDifference:
 
 def flatten_run_state(state: RunState) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a state by name, and all else in it by name as JSON."""
-    from finitune.training.state_codec import encode_state_tree
-
     tensors: dict[str, Tensor] = {}
     parts = {part: encode_state_tree(getattr(state, part), part, tensors) for part in _COMPARED_STATE_PARTS}
     facts = {f"{part}/{key}": value for part, facts in parts.items() for key, value in (facts or {}).items()}
@@ -219,8 +213,6 @@ def flatten_run_state(state: RunState) -> tuple[dict[str, Tensor], dict[str, Any
 
 def has_same_bits(ours: Tensor | None, theirs: Tensor | None) -> bool:
     """Whether two tensors are of one kind and hold the same bits."""
-    import torch
-
     if ours is None or theirs is None or ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return False
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (ours, theirs)))

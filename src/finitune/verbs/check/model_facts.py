@@ -15,7 +15,7 @@ from typing import Any
 from finitune.files.keymap import match_template
 from finitune.files.tensorfile import TensorFile
 from finitune.merging.base_model import DENOISER_PREFIXES, MergeBase, score_family_match
-from finitune.merging.fp8_scales import FOREIGN_FP8_SCALE_SUFFIXES, FP8_SCALE_SUFFIXES
+from finitune.merging.merge_plan import FOREIGN_FP8_SCALE_SUFFIXES, FP8_SCALE_SUFFIXES
 from finitune.models import MODEL_FAMILIES
 from finitune.models.anima.keys import recognise_anima_file
 from finitune.models.spec import ModelSpec

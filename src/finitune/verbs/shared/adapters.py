@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
+from finitune.adapters.layer import attach_adapters, merge_into_weights
+from finitune.adapters.weight import WeightedAdapter
 from finitune.errors import UsageError, suggest_nearest_name
-from finitune.namings.core import PEFT_TENSORS_FILE_NAME, find_adapter_tensor_file
+from finitune.merging.adapterfile import open_adapter
+from finitune.merging.base_model import MergeBase, open_merge_base
+from finitune.merging.pairing import TargetModel
+from finitune.models import MODEL_FAMILIES
+from finitune.models.anima import ANIMA
+from finitune.models.anima.load import AnimaParts
+from finitune.namings.core import PEFT_TENSORS_FILE_NAME, AmbiguityOptions, ParsedAdapter, find_adapter_tensor_file
+from finitune.namings.loaders import predict_all_loaders
 from finitune.report import Report, Table
 from finitune.verbs.shared.model import SHIPPED_MODELS, resolve_model_path
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from finitune.adapters.weight import WeightedAdapter
-    from finitune.merging.adapterfile import TargetModel
-    from finitune.merging.base_model import MergeBase
-    from finitune.models.anima.load import AnimaParts
-    from finitune.namings.core import AmbiguityOptions, ParsedAdapter
 
 _TORCH_NAME_BY_DTYPE = {
     "fp32": "float32",
@@ -73,15 +74,11 @@ class AppliedAdapters:
 
 def resolve_dtype_option(name: str | None) -> torch.dtype | None:
     """torch's dtype of our name for it; None for None."""
-    import torch
-
     return None if name is None else getattr(torch, _TORCH_NAME_BY_DTYPE[name])
 
 
 def open_model(path: Path) -> MergeBase:
     """What a path names: a file, an index, a PEFT folder, or a model's folder; raises FileError."""
-    from finitune.merging.base_model import open_merge_base
-
     return open_merge_base(path / PEFT_TENSORS_FILE_NAME if (path / PEFT_TENSORS_FILE_NAME).exists() else path)
 
 
@@ -90,9 +87,6 @@ def resolve_target_model(name: str | None) -> TargetModel:
 
     Raises UsageError (MODEL-UNKNOWN) for a name that is none of these.
     """
-    from finitune.merging.adapterfile import TargetModel
-    from finitune.models import MODEL_FAMILIES
-
     families = {family.name: family for family in MODEL_FAMILIES}
     if name is None or name in families:
         return TargetModel(families.get(name or ""))
@@ -110,15 +104,11 @@ def resolve_target_model(name: str | None) -> TargetModel:
 
 def collect_loader_verdicts(reading: ParsedAdapter) -> dict[str, str]:
     """The verdict of each program on a file: whether it loads it as it was meant."""
-    from finitune.namings.loaders import predict_all_loaders
-
     return {one.loader: one.verdict.value for one in predict_all_loaders(reading)}
 
 
 def build_loader_verdict_table(reading: ParsedAdapter) -> Table:
     """The same for a person, with the reasons."""
-    from finitune.namings.loaders import predict_all_loaders
-
     rows = tuple((one.loader, one.verdict.value, one.reason) for one in predict_all_loaders(reading))
     return Table("loads", ("program", "loads", "why"), rows)
 
@@ -136,10 +126,6 @@ def apply_named_adapters(
     The findings about the files go to the report; `answers` decide what the files leave open. Raises AdapterError where
     one of them is an error, or where an adapter fits no module.
     """
-    from finitune.adapters.layer import attach_adapters, merge_into_weights
-    from finitune.merging.adapterfile import TargetModel, open_adapter
-    from finitune.models.anima import ANIMA
-
     model = TargetModel.loaded(ANIMA, parts)
     adapters: dict[str, dict[str, list[WeightedAdapter]]] = {}
     receipts: list[dict[str, object]] = []

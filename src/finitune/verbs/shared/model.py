@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from finitune.errors import FileError, UsageError, suggest_nearest_name
+from finitune.files.tensorfile import TensorFile
+from finitune.files.writer import make_read_back_error
+from finitune.generation.planning import calibrate_model, make_model_plan
+from finitune.generation.settings import PictureSettings
+from finitune.models.anima.load import AnimaParts, load_folder, load_three_files, require_role
+from finitune.models.pico import get_pico_folder, get_pico_plan_path
+from finitune.precision.plan import PrecisionPlan
+from finitune.progress import Progress
+from finitune.report import Level, Report
 from finitune.verbs.shared.options import ModelChoice
-
-if TYPE_CHECKING:
-    from finitune.generation.settings import PictureSettings
-    from finitune.models.anima.load import AnimaParts
-    from finitune.precision.plan import PrecisionPlan
-    from finitune.progress import Progress
-    from finitune.report import Report
 
 SHIPPED_MODELS = ("pico-anima",)
 DEFAULT_OUTPUT_FOLDER = Path("finitune-out")
@@ -31,8 +34,6 @@ def load_model(choice: ModelChoice) -> AnimaParts:
 
 def choose_device(name: str) -> str:
     """`auto` is the first GPU, or the CPU where there is none; raises UsageError for a device that is not there."""
-    import torch
-
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -49,15 +50,10 @@ def choose_device(name: str) -> str:
 
 def resolve_model_path(name: str) -> Path:
     """Where the files of a shipped model lie, or the path that the name is."""
-    from finitune.models.pico import get_pico_folder
-
     return get_pico_folder() if name in SHIPPED_MODELS else Path(name)
 
 
 def _load(choice: ModelChoice) -> AnimaParts:
-    from finitune.files.tensorfile import TensorFile
-    from finitune.models.anima.load import load_folder, load_three_files, require_role
-
     path = resolve_model_path(choice.model)
     if path.is_dir():
         return load_folder(path)
@@ -104,10 +100,6 @@ def load_or_make_plan(
     progress: Progress | None,
 ) -> PrecisionPlan:
     """The plan to run with: the given file, the shipped one, the one made before, or one made now on this prompt."""
-    from finitune.models.pico import get_pico_plan_path
-    from finitune.precision.plan import PrecisionPlan
-    from finitune.report import Level
-
     own = get_default_plan_path(choice)
     chosen = path or (get_pico_plan_path() if choice.model in SHIPPED_MODELS else own if own.exists() else None)
     if chosen:
@@ -125,9 +117,6 @@ def load_or_make_plan(
 def _make_plan(
     choice: ModelChoice, parts: AnimaParts, settings: PictureSettings, report: Report, progress: Progress | None
 ) -> PrecisionPlan:
-    from finitune.generation.planning import calibrate_model, make_model_plan
-    from finitune.report import Level
-
     calls, _ = calibrate_model(parts, [settings], progress)
     plan = make_model_plan(parts, format_model_name(choice), calls, progress=progress)
     written = write_plan(get_default_plan_path(choice), plan)
@@ -144,9 +133,6 @@ def _make_plan(
 
 def write_plan(path: Path, plan: PrecisionPlan) -> Path:
     """Write the plan and read it back; raises FileError where it does not come back as it was."""
-    from finitune.files.writer import make_read_back_error
-    from finitune.precision.plan import PrecisionPlan
-
     plan.save(path)
     if PrecisionPlan.load(path) != plan:
         raise make_read_back_error(path, "Check the disk, and write the plan elsewhere: --out FILE")

@@ -252,7 +252,8 @@ def make_starting_adapters(
     parts: AnimaParts, config: TrainConfig, choice: SiteSelection
 ) -> dict[str, dict[str, SiteAdapter]]:
     """New adapters, or those of network_weights."""
-    from finitune.merging.adapterfile import TargetModel, open_adapter
+    from finitune.merging.adapterfile import open_adapter
+    from finitune.merging.pairing import TargetModel
     from finitune.models.anima import ANIMA
     from finitune.training.adapted_model import make_training_adapters, match_initial_adapter
 

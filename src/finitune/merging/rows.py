@@ -1,13 +1,16 @@
-"""How the rows of one merged weight come about, in fp64, a few at a time.
+"""How the rows of one merged weight come about, in fp64, a few at a time, and how they are rounded.
 
 A plain LoRA, or any number of them, is one product: W + [m1 s1 up1 | m2 s2 up2] @ [down1 ; down2], accumulated onto the
 weight by the matrix library itself. What acts on each row apart from the others is cut into rows. Only the rest
 (rotations, input-side magnitudes, other layouts) is made as a whole first. All three are the algebra of
-`adapters.weight.combined_weight`, which the tests compare them with.
+`adapters.weight.combine_adapted_weight`, which the tests compare them with.
+
+Each tensor has a rounding of its own, so that results depend on neither threads nor order.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +22,9 @@ from torch import Tensor
 from finitune.adapters import SiteAdapter, find_algorithm
 from finitune.adapters.core import Shape
 from finitune.adapters.weight import WeightedAdapter, combine_adapted_weight, compute_adapted_bias
+from finitune.errors import UsageError, suggest_nearest_name
 from finitune.namings.fuse import find_row_roles, infer_weight_rows
+from finitune.numerics.narrow import RoundingScratch, round_carrying, round_once_into, round_randomly
 
 _ROWWISE_ALGORITHMS = {"lora", "loha", "full"}
 """Algorithms whose row roles have one row for each row of the weight."""
@@ -234,3 +239,66 @@ def to_matrix_shape(shape: Shape) -> tuple[int, int]:
 def to_matrix(tensor: Tensor) -> Tensor:
     """A tensor as rows and columns."""
     return tensor.reshape(to_matrix_shape(tuple(tensor.shape)))
+
+
+class RowRounder(Protocol):
+    """Rounds the rows of one tensor, from top to bottom."""
+
+    def __call__(self, wide: Tensor, narrow: Tensor) -> Tensor:
+        """Round fp64 `wide` (rows, columns) into `narrow` of the same shape; returns it, or its fp32 form, flat."""
+        ...
+
+
+class NearestRounder:
+    """To nearest, half to even: the best for every single number."""
+
+    def __init__(self, scratch: RoundingScratch, key: str, seed: int):
+        self.scratch = scratch
+
+    def __call__(self, wide: Tensor, narrow: Tensor) -> Tensor:
+        """Round without allocating."""
+        return round_once_into(wide.view(-1), narrow.view(-1), self.scratch)
+
+
+class StochasticRounder:
+    """To either neighbour at random: what is too small to survive survives on average. Seeded by the tensor's key."""
+
+    def __init__(self, scratch: RoundingScratch, key: str, seed: int):
+        digest = hashlib.sha256(f"{seed}\0{key}".encode()).digest()
+        self.generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+    def __call__(self, wide: Tensor, narrow: Tensor) -> Tensor:
+        """Draw the next rows."""
+        narrow.copy_(round_randomly(wide, narrow.dtype, self.generator))
+        return wide.view(-1)
+
+
+class CompensatedRounder:
+    """To nearest, with the error of each element carried to the next of its row: sums along a row survive."""
+
+    def __init__(self, scratch: RoundingScratch, key: str, seed: int):
+        pass
+
+    def __call__(self, wide: Tensor, narrow: Tensor) -> Tensor:
+        """Carry along each row."""
+        narrow.copy_(round_carrying(wide, narrow.dtype))
+        return wide.view(-1)
+
+
+ROUNDER_BY_NAME: dict[str, type[NearestRounder] | type[StochasticRounder] | type[CompensatedRounder]] = {
+    "nearest": NearestRounder,
+    "stochastic": StochasticRounder,
+    "compensated": CompensatedRounder,
+}
+
+
+def find_rounder_class(name: str) -> type[NearestRounder] | type[StochasticRounder] | type[CompensatedRounder]:
+    """The rounding of a name; raises UsageError for one that we do not have."""
+    if name in ROUNDER_BY_NAME:
+        return ROUNDER_BY_NAME[name]
+    raise UsageError(
+        f"--rounding {name}: there is no such rounding.{suggest_nearest_name(name, ROUNDER_BY_NAME)}",
+        code="MERGE-ROUNDING",
+        subject="--rounding",
+        remedy=f"It is one of {', '.join(ROUNDER_BY_NAME)}.",
+    )
