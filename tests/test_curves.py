@@ -79,6 +79,7 @@ def check_ticks(axis: ChartAxis, most: int):
 @example([0.4, 0.40001], 6)
 @example([-3e38, 3e38], 6)
 @example([1e-320, 0.0], 6)
+@example([-1e-165], 4)
 def test_a_linear_axis_covers_its_values_with_round_numbers(values: list[float], most: int):
     axis = build_enclosing_axis(values, most)
     check_ticks(axis, most)

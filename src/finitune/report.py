@@ -22,6 +22,11 @@ class Level(str, Enum):
     WARNING = "warning"
     NOTE = "note"
 
+    @property
+    def rank(self) -> int:
+        """The place in a list that begins with the worst."""
+        return list(Level).index(self)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -74,6 +79,11 @@ class Report:
     ) -> None:
         """Append a finding."""
         self.findings.append(Finding(level, code, subject, message, evidence, remedy))
+
+    def describe_counts(self) -> str:
+        """How many findings there are of each level: "2 errors, 1 note"; "" where there are none."""
+        counts = {level: sum(finding.level is level for finding in self.findings) for level in Level}
+        return ", ".join(f"{count} {level.value}{'s' * (count > 1)}" for level, count in counts.items() if count)
 
     def fail(self, error: FinituneError) -> Report:
         """Record an error that ended the verb, and return the report."""

@@ -351,4 +351,4 @@ LYCORIS_MISCONCEPTIONS = (
 def find_lycoris_faults(given: LycorisOptions) -> list[Finding]:
     """Every rule that holds for a configuration, and every myth that it follows, worst first."""
     found = [finding for rule in (*LYCORIS_RULES, *LYCORIS_MISCONCEPTIONS) if (finding := rule.finding(given))]
-    return sorted(found, key=lambda finding: list(Level).index(finding.level))
+    return sorted(found, key=lambda finding: finding.level.rank)

@@ -14,13 +14,14 @@ _MAX_SATURATED_SHARE = 0.98
 
 @dataclass(frozen=True)
 class PictureQuality:
-    """The numbers of one picture, and what is wrong with it."""
+    """The numbers of one picture, what is wrong with it, and what it looks like in words."""
 
     latents_nonfinite: int
     latents_std: float
     pixels_std: float
     saturated_share: float
     findings: tuple[Finding, ...]
+    look: str
 
     @property
     def good(self) -> bool:
@@ -47,10 +48,14 @@ def judge_picture(latents: Tensor, pixels: Tensor, remedy: str) -> PictureQualit
 
     if bad:
         share = f"{bad} of {latents.numel()}"
-        look = "black" if float(values.max()) == 0 else "ruined"
-        find("LATENTS-NONFINITE", f"{share} latent values are NaN or infinite: the picture is {look}", nonfinite=bad)
+        look = f"the picture is {'black' if float(values.max()) == 0 else 'ruined'}"
+        find("LATENTS-NONFINITE", f"{share} latent values are NaN or infinite: {look}", nonfinite=bad)
     elif pixels_std < _MIN_PIXEL_STD:
-        find("PICTURE-FLAT", f"the picture is one colour (standard deviation {pixels_std:.2f} of 255)")
+        look = f"the picture is one colour (standard deviation {pixels_std:.2f} of 255)"
+        find("PICTURE-FLAT", look)
     elif saturated > _MAX_SATURATED_SHARE:
-        find("PICTURE-SATURATED", f"{saturated:.1%} of the pixel values are 0 or 255")
-    return PictureQuality(bad, latents_std, pixels_std, saturated, tuple(findings))
+        look = f"{saturated:.1%} of the pixel values are 0 or 255"
+        find("PICTURE-SATURATED", look)
+    else:
+        look = "a picture"
+    return PictureQuality(bad, latents_std, pixels_std, saturated, tuple(findings), look)

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from html import escape
 
-from finitune.report import Finding, Level, Report
+from finitune.report import Finding, Report
 
 DIGIT_GROUPING_START = 10_000  # below this a number reads well without gaps
+_VERDICT_CODE = "VERDICT"  # of the finding that answers the question as a whole
 _PLAIN_FLOAT_LIMIT = 10_000_000  # from here on a float is shorter with its exponent
 
 
 def describe_report_verdict(report: Report) -> tuple[str, str]:
     """One word for the outcome, and the sentence behind it."""
-    counted = [_counted(sum(f.level is level for f in report.findings), level.value) for level in Level]
-    found = ", ".join(part for part in counted if part) or "nothing to report"
+    found = report.describe_counts() or "nothing to report"
     if report.ok:
         return "OK", f"{report.verb}: {found}"
     return ("FAILED" if report.exit_code == 1 else "REFUSED"), f"{report.verb}: {found}"
 
 
-_VERDICT_CODE = "VERDICT"
-"""The code of the finding that answers the question as a whole."""
-
-
 def sort_findings(findings: Iterable[Finding]) -> list[Finding]:
     """The verdict first, if there is one; then errors, warnings and notes; within a level as they were found."""
-    levels = list(Level)
-    return sorted(findings, key=lambda finding: (finding.code != _VERDICT_CODE, levels.index(finding.level)))
+    return sorted(findings, key=lambda finding: (finding.code != _VERDICT_CODE, finding.level.rank))
 
 
 def format_value(value: object) -> str:
@@ -67,19 +61,8 @@ def format_figure_name(key: str) -> str:
 
 def format_evidence(evidence: Mapping[str, object]) -> str:
     """The evidence of a finding on one line, without lists of records: these are for JSON, and told in the message."""
-    plain = {key: value for key, value in evidence.items() if not has_records(value)}
-    return ", ".join(f"{format_figure_name(key)} {format_value(value)}" for key, value in plain.items())
-
-
-def has_records(value: object) -> bool:
-    """Whether a value is a list of mappings."""
-    return isinstance(value, (list, tuple)) and any(isinstance(one, Mapping) for one in value)
-
-
-def escape_markup(text: str) -> str:
-    """`text` as HTML and SVG can hold it, in an element or a quoted attribute."""
-    return escape(escape_control_characters(text))
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' if count > 1 else ''}" if count else ""
+    return ", ".join(
+        f"{format_figure_name(key)} {format_value(value)}"
+        for key, value in evidence.items()
+        if not (isinstance(value, (list, tuple)) and any(isinstance(one, Mapping) for one in value))
+    )

@@ -78,7 +78,7 @@ def build_enclosing_axis(values: Sequence[float], most: int = 6, log: bool = Fal
     if _is_flat(low, high, _FLAT_SHARE):  # shown against zero
         low, high = min(0.0, low), max(0.0, high)
     if high - low < _MIN_DRAWABLE:
-        low, high = 0.0, 1.0
+        low, high = float(math.floor(low)), float(max(1, math.ceil(high)))
     step = TickStep.parting(high - low, most)
     ticks = [step.at(count) for count in range(step.below(low), step.above(high) + 1)]
     return ChartAxis(ticks[0], ticks[-1], tuple(ticks), tuple(_spelled(ticks, step.exponent)))

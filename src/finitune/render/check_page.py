@@ -19,7 +19,12 @@ def render_check_page(sections: Sequence[CheckSection], report: Report) -> str:
     if urgent:
         page.heading("What to see to").findings(urgent)
     for section in sections:
-        page.add_folded_page(build_section_page(section)) if len(sections) > 1 else add_section(page, section)
+        if len(sections) == 1:
+            add_section(page, section)
+        else:
+            word, _ = describe_report_verdict(section.report)
+            kind = section.kind.value if section.kind else "unknown"
+            page.add_folded_page(add_section(HtmlPage(f"{word}: {section.path} ({kind})"), section))
     done = [finding for finding in report.findings if finding.code.startswith("FIX-")]
     if done:
         page.heading("Changes").findings(done)
@@ -39,14 +44,6 @@ def build_check_cards(sections: Sequence[CheckSection], report: Report) -> list[
             for level, count in counted
         ),
     ]
-
-
-def build_section_page(section: CheckSection) -> HtmlPage:
-    """One path, as a page that is folded into the whole."""
-    word, _ = describe_report_verdict(section.report)
-    return add_section(
-        HtmlPage(f"{word}: {section.path} ({section.kind.value if section.kind else 'unknown'})"), section
-    )
 
 
 def add_section(page: HtmlPage, section: CheckSection) -> HtmlPage:

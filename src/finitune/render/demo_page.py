@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from finitune.generation.draw import DrawnPictures
+from collections.abc import Iterator
+
 from finitune.generation.picture import encode_png
 from finitune.generation.picture_quality import judge_picture
 from finitune.render.html import HtmlImage, HtmlPage
@@ -66,20 +67,15 @@ def _lesson(page: HtmlPage, lesson: DemoTraining) -> None:
     page.figures("the adapter's file, and who loads it", {"file": lesson.adapter.name, **lesson.loads})
 
 
-def _pictures(story: DemoResults) -> list[HtmlImage]:
+def _pictures(story: DemoResults) -> Iterator[HtmlImage]:
+    """Each drawing's first picture, with the verdict that any command would give on it."""
     measured = story.distances()
     distances = {
         "planned-half": f", {measured['psnr_vs_fp32']:.1f} dB from fp32",
         "bf16": f", {measured['bf16_psnr_vs_fp32']:.1f} dB from fp32",
     }
-    return [
-        _picture(story.drawings[name], caption + distances.get(name, ""))
-        for name, caption in _CAPTION_BY_PRECISION.items()
-    ]
-
-
-def _picture(drawing: DrawnPictures, caption: str) -> HtmlImage:
-    """A drawing's first picture, with the verdict that any command would give on it."""
-    verdict = judge_picture(drawing.latents[:1], drawing.pixels[:1], remedy="")
-    word = "a picture" if verdict.good else verdict.findings[0].message.rpartition(": ")[2]
-    return HtmlImage(caption, encode_png(drawing.pixels[0]), word, verdict.good)
+    for name, caption in _CAPTION_BY_PRECISION.items():
+        drawing = story.drawings[name]
+        verdict = judge_picture(drawing.latents[:1], drawing.pixels[:1], remedy="")
+        picture = encode_png(drawing.pixels[0])
+        yield HtmlImage(caption + distances.get(name, ""), picture, verdict.look, verdict.good)

@@ -16,15 +16,9 @@ from finitune.render.html import HtmlImage
 from finitune.training.events import PreviewsDrawn
 
 _MAX_PREVIEW_COLUMNS = 8
-MAX_PREVIEW_SIDE = (
-    256  # the longer side of a picture in the page, in pixels: sharp, and a hundred of them can be mailed
-)
+MAX_PREVIEW_SIDE = 256  # the longer side in the page, in pixels: sharp, and a hundred of them can be mailed
 _PROMPT_NUMBER_PATTERN = re.compile(r"-(\d+)(?:\.suspect)?\.png$")
-_UNREADABLE_IMAGE_ERRORS = (
-    OSError,
-    ValueError,
-    SyntaxError,
-)  # what Pillow raises for a file that is gone, cut or no picture
+_UNREADABLE_IMAGE_ERRORS = (OSError, ValueError, SyntaxError)  # Pillow's, for a file that is gone, cut or no picture
 
 _Item = TypeVar("_Item")
 
@@ -46,29 +40,23 @@ def sample_evenly(items: Sequence[_Item], most: int) -> list[_Item]:
 
 def build_preview_grid(previews: Sequence[PreviewsDrawn], most: int = _MAX_PREVIEW_COLUMNS) -> PreviewGrid | None:
     """The pictures of at most `most` steps; where a step was drawn twice, the later ones. None without pictures."""
-    by_step = {
-        one.step: {parse_prompt_number(path, place): path for place, path in enumerate(one.paths)} for one in previews
-    }
+    by_step: dict[int, dict[int, Path]] = {}  # by the number of the prompt, which stands in the file's name
+    for one in previews:
+        numbers = (_PROMPT_NUMBER_PATTERN.search(path.name) for path in one.paths)
+        by_step[one.step] = {
+            int(number[1]) if number else place: path
+            for place, (number, path) in enumerate(zip(numbers, one.paths, strict=True))
+        }
     steps = sample_evenly(sorted(step for step, paths in by_step.items() if paths), most)
-    numbers = sorted({number for step in steps for number in by_step[step]})
-    if not numbers:
-        return None
-    rows = tuple(build_preview_row(number, {step: by_step[step].get(number) for step in steps}) for number in numbers)
-    return PreviewGrid(tuple(f"step {step}" for step in steps), rows)
-
-
-def parse_prompt_number(path: Path, place: int) -> int:
-    """The prompt's number in a file's name, or its place among its step's pictures."""
-    found = _PROMPT_NUMBER_PATTERN.search(path.name)
-    return int(found[1]) if found else place
-
-
-def build_preview_row(number: int, paths: dict[int, Path | None]) -> tuple[str, tuple[HtmlImage | None, ...]]:
-    """One prompt over the steps."""
-    facts = next(filter(None, map(read_preview_metadata, filter(None, paths.values()))), {})
-    prompt = str(facts.get("prompt", f"prompt {number + 1}"))
-    name = f"{prompt} (seed {facts['seed']})" if "seed" in facts else prompt
-    return name, tuple(path and load_preview_image(path, f"{prompt}, step {step}") for step, path in paths.items())
+    rows = []
+    for number in sorted({number for step in steps for number in by_step[step]}):
+        paths = {step: by_step[step].get(number) for step in steps}
+        facts = next(filter(None, map(read_preview_metadata, filter(None, paths.values()))), {})
+        prompt = str(facts.get("prompt", f"prompt {number + 1}"))
+        name = f"{prompt} (seed {facts['seed']})" if "seed" in facts else prompt
+        images = (path and load_preview_image(path, f"{prompt}, step {step}") for step, path in paths.items())
+        rows.append((name, tuple(images)))
+    return PreviewGrid(tuple(f"step {step}" for step in steps), tuple(rows)) if rows else None
 
 
 def read_preview_metadata(path: Path) -> dict[str, object]:

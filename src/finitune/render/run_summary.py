@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
 from finitune.config.schema import TrainConfig
 from finitune.render import format_evidence, format_value
@@ -49,9 +48,9 @@ def build_outcome_card(config: TrainConfig, history: TrainingHistory) -> Summary
         )
     answer, good = _ANSWER_BY_FINISH_REASON.get(finished.reason, (finished.reason, None))
     begun = f" (from step {started.first_step})" if started.first_step else ""
+    seconds = sum(event.seconds for events in (history.steps, history.saved, history.previews) for event in events)
     detail = (
-        f"{format_value(finished.step)} of {format_value(started.steps)} steps{begun} in "
-        f"{format_duration(sum_elapsed_seconds(history))}"
+        f"{format_value(finished.step)} of {format_value(started.steps)} steps{begun} in {format_duration(seconds)}"
     )
     if finished.reason == "stopped" and config.saving.save_state:
         detail += "; --resume goes on from here"
@@ -94,11 +93,9 @@ def build_safety_card(history: TrainingHistory) -> SummaryCard | None:
     if not history.steps:
         return None
     bad = sum(map(is_bad_step, history.steps))
-    answer = (
-        f"{format_value(bad)} of {format_grouped_count(len(history.steps), 'step')} left out"
-        if bad
-        else "No step was non-finite"
-    )
+    answer = "No step was non-finite"
+    if bad:
+        answer = f"{format_value(bad)} of {format_grouped_count(len(history.steps), 'step')} left out"
     return SummaryCard("Was it safe?", answer, format_evidence(history.steps[-1].counts), not bad)
 
 
@@ -122,20 +119,16 @@ def build_memory_card(history: TrainingHistory) -> SummaryCard | None:
 def build_speed_card(history: TrainingHistory) -> SummaryCard | None:
     """Seconds for a step, as measured before and as they were."""
     measured, steps = history.measured, history.steps
-    said = []
+    said = ""
     if measured:
-        drawn = (
-            "" if measured.preview_seconds is None else f", the previews {format_duration(measured.preview_seconds)}"
-        )
-        said = [
-            f"measured: a step {format_duration(measured.step_seconds)}, a save "
-            f"{format_duration(measured.save_seconds)}"
-        ]
-        said[0] += drawn
+        step, save = format_duration(measured.step_seconds), format_duration(measured.save_seconds)
+        said = f"measured: a step {step}, a save {save}"
+        if measured.preview_seconds is not None:
+            said += f", the previews {format_duration(measured.preview_seconds)}"
     seconds = sum(step.seconds for step in steps) / len(steps) if steps else measured and measured.step_seconds
     if seconds is None:
         return None
-    return SummaryCard("How long does it take?", f"{format_duration(seconds)} a step", "; ".join(said))
+    return SummaryCard("How long does it take?", f"{format_duration(seconds)} a step", said)
 
 
 def build_precision_card(config: TrainConfig, report: Report) -> SummaryCard | None:
@@ -143,8 +136,8 @@ def build_precision_card(config: TrainConfig, report: Report) -> SummaryCard | N
     chosen = report.figures.get("precision")
     if chosen is None:
         return None
-    reasons = [finding.message.partition(": ")[2] for finding in report.findings if finding.code == "PRECISION-CHOSEN"]
-    reason = reasons[0] if reasons else f"as asked: precision = {config.model.precision}"
+    told = [finding.message for finding in report.findings if finding.code == "PRECISION-CHOSEN"]
+    reason = told[0].removeprefix(f"{chosen}: ") if told else f"as asked: precision = {config.model.precision}"
     return SummaryCard("In what precision?", str(chosen), reason)
 
 
@@ -156,16 +149,6 @@ def is_bad_step(step: StepTaken) -> bool:
 def compute_headroom_bits(ranged: RangesMeasured) -> float:
     """Powers of two between the largest magnitude and fp16's end; minus infinity where one is not finite."""
     return ranged.headroom_bits if all(map(math.isfinite, ranged.amax.values())) else -math.inf
-
-
-def sum_elapsed_seconds(history: TrainingHistory) -> float:
-    """Seconds in steps, saves and previews together."""
-    return sum(event.seconds for events in (history.steps, history.saved, history.previews) for event in events)
-
-
-def format_run_path(path: Path, folder: Path) -> str:
-    """A file of the run's folder by its name there."""
-    return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
 
 
 def format_grouped_count(count: int, noun: str) -> str:
@@ -203,7 +186,6 @@ def format_byte_size(count: int) -> str:
     """
     for size, unit in _BYTE_UNITS:
         if count >= size:
-            return (
-                f"{count / size:.3g} {unit}" if count < 1000 * size else f"{format_value(round(count / size))} {unit}"
-            )
+            number = f"{count / size:.3g}" if count < 1000 * size else format_value(round(count / size))
+            return f"{number} {unit}"
     return f"{count} bytes"

@@ -30,7 +30,6 @@ from finitune.render.run_summary import (
     compute_headroom_bits,
     format_duration,
     format_grouped_count,
-    format_run_path,
     is_bad_step,
 )
 from finitune.report import Level, Report, Table
@@ -47,7 +46,12 @@ _SPIKE_CODE = "TRAINING-SPIKE"
 def render_training_page(config: TrainConfig, history: TrainingHistory, report: Report) -> str:
     """The self-contained HTML page of a run, finished or not."""
     page = HtmlPage(f"Training {config.saving.output_name}")
-    page.prose(build_introduction(config, report))
+    network, figures = config.network, report.figures
+    sizes = "".join(f", {format_value(figures[name])} {name}" for name in ("sites", "pictures") if name in figures)
+    model = config.model.pretrained_model_name_or_path
+    page.prose(
+        f"{network.algorithm} of rank {network.network_dim} for {model}{sizes}. Files: {config.saving.output_dir}"
+    )
     page.cards(build_summary_cards(config, history, report))
     serious = [finding for finding in report.findings if finding.level is not Level.NOTE]
     if serious:
@@ -65,14 +69,6 @@ def render_training_page(config: TrainConfig, history: TrainingHistory, report: 
     return page.render()
 
 
-def build_introduction(config: TrainConfig, report: Report) -> str:
-    """What was trained, on what, from where."""
-    network, figures = config.network, report.figures
-    sizes = "".join(f", {format_value(figures[name])} {name}" for name in ("sites", "pictures") if name in figures)
-    model = config.model.pretrained_model_name_or_path
-    return f"{network.algorithm} of rank {network.network_dim} for {model}{sizes}. Files: {config.saving.output_dir}"
-
-
 def select_final_steps(steps: Sequence[StepTaken]) -> list[StepTaken]:
     """The steps in order, each as it went last: those that a roll-back took back were taken again."""
     return [step for _, step in sorted({one.step: one for one in steps}.items())]
@@ -88,34 +84,21 @@ def render_charts(
     width: float = NARROW_CHART_WIDTH,
 ) -> Iterator[str]:
     """A chart, on a logarithmic axis where a linear one would hide the most; none where nothing can be drawn."""
-    log = needs_log_scale(series) if log is None else log
+    if log is None:
+        values = [value for line in series for _, value in line.points if math.isfinite(value)]
+        log = bool(values) and min(values) > 0 and max(values) > _LOG_SCALE_RATIO * median(values)
     if has_drawable_points(series, log):
         yield render_line_chart(series, f"{title} (log)" if log else title, x_label, log=log, marks=marks, width=width)
 
 
-def needs_log_scale(series: Sequence[Curve]) -> bool:
-    """Whether the largest value is far from most of them, and all are above zero."""
-    values = [value for line in series for _, value in line.points if math.isfinite(value)]
-    return bool(values) and min(values) > 0 and max(values) > _LOG_SCALE_RATIO * median(values)
-
-
 def render_loss_chart(history: TrainingHistory) -> str:
     """The loss of each step, its smoothed course, and signs where something happened; '' where none is finite."""
-    drawn = render_charts(
-        build_loss_curves(select_final_steps(history.steps)),
-        "Loss",
-        marks=build_trouble_marks(history),
-        width=WIDE_CHART_WIDTH,
-    )
-    return next(drawn, "")
-
-
-def build_loss_curves(steps: Sequence[StepTaken]) -> list[Curve]:
-    """The loss as it was, and smoothed."""
-    return [
+    steps = select_final_steps(history.steps)
+    curves = [
         Curve("loss", [(step.step, step.loss) for step in steps], faint=True),
         Curve("smoothed over finite values", [(step.step, step.smoothed) for step in steps]),
     ]
+    return next(render_charts(curves, "Loss", marks=build_trouble_marks(history), width=WIDE_CHART_WIDTH), "")
 
 
 def add_curve_section(page: HtmlPage, history: TrainingHistory) -> None:
@@ -185,28 +168,20 @@ def add_headroom_section(page: HtmlPage, history: TrainingHistory, report: Repor
     page.heading("Headroom")
     worst = min(ranges, key=compute_headroom_bits)
     site = max(worst.amax, key=lambda name: math.inf if math.isnan(worst.amax[name]) else worst.amax[name])
-    page.prose(
-        f"The largest magnitude that left a block was {format_value(worst.amax[site])}, at step {worst.step} in "
-        f"{site}. "
-        + describe_headroom(
-            compute_headroom_bits(worst), str(report.figures.get("precision", "the precision of the run"))
-        )
-    )
-    bits = Curve("bits below 65504", [(one.step, compute_headroom_bits(one)) for one in ranges])
-    for svg in render_charts(
-        [bits], "Bits of headroom", marks=[ReferenceLine("plain fp16 overflows below", 0.0)], width=WIDE_CHART_WIDTH
-    ):
+    bits = compute_headroom_bits(worst)
+    meaning = f"That is {bits:.1f} bits below 65504, where fp16 ends."
+    if bits < 0:
+        precision = report.figures.get("precision", "the precision of the run")
+        meaning = f"Plain fp16 ends at 65504 and would have overflowed there; this run computed in {precision}."
+    magnitude = format_value(worst.amax[site])
+    page.prose(f"The largest magnitude that left a block was {magnitude}, at step {worst.step} in {site}. {meaning}")
+    curve = Curve("bits below 65504", [(one.step, compute_headroom_bits(one)) for one in ranges])
+    limit = ReferenceLine("plain fp16 overflows below", 0.0)
+    for svg in render_charts([curve], "Bits of headroom", marks=[limit], width=WIDE_CHART_WIDTH):
         page.chart(svg)
     last = ranges[-1]
     bars = render_range_chart([RangeBar(name, amax) for name, amax in last.amax.items()])
     page.add_folded_page(HtmlPage(f"Largest magnitude at each block, step {last.step}").chart(bars))
-
-
-def describe_headroom(bits: float, precision: str) -> str:
-    """What that means."""
-    if bits < 0:
-        return f"Plain fp16 ends at 65504 and would have overflowed there; this run computed in {precision}."
-    return f"That is {bits:.1f} bits below 65504, where fp16 ends."
 
 
 def add_preview_section(page: HtmlPage, config: TrainConfig, history: TrainingHistory) -> None:
@@ -224,18 +199,15 @@ def add_files_section(page: HtmlPage, config: TrainConfig, history: TrainingHist
         return
     page.heading("Files")
     folder = config.saving.output_dir
-    rows = tuple(
-        (
-            str(one.step),
-            str(one.epoch),
-            format_duration(one.seconds),
-            ", ".join(format_run_path(path, folder) for path in one.paths.values()),
-        )
-        for one in history.saved
-    )
+    rows = []
+    for one in history.saved:
+        paths = (path.relative_to(folder) if path.is_relative_to(folder) else path for path in one.paths.values())
+        rows.append((str(one.step), str(one.epoch), format_duration(one.seconds), ", ".join(map(str, paths))))
     if rows:
-        add_foldable_table(page, Table("saved, read back and checked", ("step", "epoch", "took", "files"), rows))
-    add_titled_tables(page, report, (_VERIFIED_TABLE_TITLE,))
+        add_foldable_table(page, Table("saved, read back and checked", ("step", "epoch", "took", "files"), tuple(rows)))
+    for table in report.tables:
+        if table.title == _VERIFIED_TABLE_TITLE:
+            add_foldable_table(page, table)
     if report.artifacts:
         page.table(Table("where it is", ("what", "file"), tuple(report.artifacts.items())))
 
@@ -250,13 +222,8 @@ def add_data_section(page: HtmlPage, history: TrainingHistory, report: Report) -
         page.prose(
             f"{format_step_arithmetic(started)}; {format_grouped_count(started.parameters, 'number')} are trained."
         )
-    add_titled_tables(page, report, [table.title for table in report.tables if table.title != _VERIFIED_TABLE_TITLE])
-
-
-def add_titled_tables(page: HtmlPage, report: Report, titles: Sequence[str]) -> None:
-    """Add the report's tables of these titles."""
     for table in report.tables:
-        if table.title in titles:
+        if table.title != _VERIFIED_TABLE_TITLE:
             add_foldable_table(page, table)
 
 

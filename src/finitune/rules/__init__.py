@@ -68,7 +68,7 @@ class Rule:
 def evaluate_rules(rules: Iterable[Rule], facts: Any) -> list[Finding]:
     """What the rules find: errors first, then warnings, then notes; within a level in the order of the rules."""
     found = [finding for rule in rules for finding in rule.find(facts)]
-    return sorted(found, key=lambda finding: list(Level).index(finding.level))
+    return sorted(found, key=lambda finding: finding.level.rank)
 
 
 def read_rules(path: Path, predicates: Mapping[str, Predicate] | None = None) -> tuple[Rule, ...]:

@@ -18,7 +18,7 @@ from finitune.files.writer import write_text
 from finitune.machine.cards import find_gpu_model
 from finitune.models import MODEL_FAMILIES
 from finitune.progress import Progress, SilentProgress
-from finitune.report import Finding, Level, Report, Table
+from finitune.report import Finding, Report, Table
 from finitune.verbs.check.fixes import apply_fixes, list_available_fixes
 from finitune.verbs.check.kinds import PathKind, detect_path_kind
 from finitune.verbs.check.precision_forecast import add_gpu_forecast
@@ -65,7 +65,7 @@ def run(request: Request, progress: Progress | None = None, page: CheckPageRende
             sections = [recheck_section(section, request, progress) for section in sections]
         join_check_sections(sections, report)
         report.findings += done
-        report.findings.sort(key=lambda finding: list(Level).index(finding.level))
+        report.findings.sort(key=lambda finding: finding.level.rank)
         request.mendings.extend(mendings)
         if request.html is not None and page is not None:
             write_text(request.html, page(sections, report))
@@ -169,7 +169,7 @@ def join_check_sections(sections: Sequence[CheckSection], report: Report) -> Non
             Table(f"{one.path.name}: {table.title}", table.columns, table.rows) for table in one.report.tables
         ]
         paths[name] = {"ok": one.report.ok, **one.report.figures}
-        rows.append((name, one.kind.value if one.kind else "-", count_findings(one.report)))
+        rows.append((name, one.kind.value if one.kind else "-", one.report.describe_counts() or "good"))
     report.figures["checked"] = paths
     report.tables.insert(0, Table("checked", ("path", "what it is", "found"), tuple(rows)))
 
@@ -183,12 +183,6 @@ def add_path_to_finding(finding: Finding, path: str) -> Finding:
 
 def has_file_subject(finding: Finding) -> bool:
     return Path(finding.subject).is_absolute() and Path(finding.subject).exists()
-
-
-def count_findings(report: Report) -> str:
-    """How many findings there are of each level, in words."""
-    counts = {level: sum(finding.level is level for finding in report.findings) for level in Level}
-    return ", ".join(f"{count} {level.value}{'s' * (count > 1)}" for level, count in counts.items() if count) or "good"
 
 
 def check_model_family(path: Path, request: Request, report: Report, progress: Progress) -> None:

@@ -84,4 +84,4 @@ def count_tensor_dtypes(file: TensorFile) -> dict[str, int]:
 
 def sort_findings_by_level(report: Report, begin: int) -> None:
     """Put the findings from place `begin` on in order: errors, warnings, notes."""
-    report.findings[begin:] = sorted(report.findings[begin:], key=lambda one: list(Level).index(one.level))
+    report.findings[begin:] = sorted(report.findings[begin:], key=lambda one: one.level.rank)
