@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from finitune.machine.distributed.nccl import explain_peer_error
+from finitune.machine.peer_errors import explain_peer_error
 from finitune.progress import SilentProgress
 from finitune.report import Level, Report
 from finitune.verbs.doctor.distributed import DEFAULT_NCCL_TIMEOUT_S, check_caching_timeout, run

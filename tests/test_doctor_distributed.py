@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finitune.errors import UsageError
-from finitune.machine.distributed import nccl
-from finitune.machine.distributed.peer import (
+from finitune.machine.distributed_peer import Peer
+from finitune.machine.distributed_probe import (
     DTYPE_BY_SUM_STAGE,
     PEER_STAGES,
     STARTED_STAGE,
-    PeerSpec,
+    PeerStatus,
+    ProbeResult,
     find_shared_devices,
-    get_peer_identity,
+    read_exit_codes,
 )
-from finitune.machine.distributed.rendezvous import PeerStatus, RendezvousResult
+from finitune.machine.peer_errors import explain_peer_error, read_peer_errors
 from finitune.progress import SilentProgress
 from finitune.report import Level, Report
 from finitune.verbs.doctor.distributed import NCCL_WORKAROUNDS, find_meeting_faults, judge_meeting, run
@@ -89,14 +94,14 @@ def test_one_device_for_two_is_found_before_nccl(played: dict[str, Report]):
 def test_nobody_is_left_behind(played: dict[str, Report]):
     assert len(played) == len(SCENES)
     children = psutil.Process().children(recursive=True)
-    left = [child for child in children if "finitune.machine.distributed.peer" in child.cmdline()]
+    left = [child for child in children if "finitune.machine.distributed" in " ".join(child.cmdline())]
     assert not left
 
 
 def test_a_process_ends_when_whoever_started_it_has_gone():
     program = (
         "import threading, time\n"
-        "from finitune.machine.distributed.peer import end_with_input\n"
+        "from finitune.machine.distributed_probe import end_with_input\n"
         "threading.Thread(target=end_with_input, daemon=True).start()\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"
@@ -105,7 +110,7 @@ def test_a_process_ends_when_whoever_started_it_has_gone():
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
         assert process.stdout and process.stdout.readline() == "up\n" and process.poll() is None
         process.communicate(timeout=PATIENCE_S)  # closes its input, and waits
-        assert process.returncode == 1
+        assert process.returncode == -signal.SIGTERM
 
 
 # --- what is asked --------------------------------------------------------------------------------------------------
@@ -133,30 +138,30 @@ def passed(rank: int, **done) -> PeerStatus:
     return peer(rank, "barrier", done={**told, "barrier": {}, **done}, ended=0)
 
 
-def meeting(*found: PeerStatus) -> RendezvousResult:
-    return RendezvousResult(found, 1.0, 30.0, {})
+def meeting(*found: PeerStatus) -> ProbeResult:
+    return ProbeResult(found, 1.0, 30.0)
 
 
 def codes(*found: PeerStatus) -> list[str]:
     return [one.code for one in find_meeting_faults(meeting(*found))]
 
 
-def test_lines_are_heard_among_nccl_s_own():
-    heard = PeerStatus(0)
-    for line in ("host:1:1 [0] NCCL WARN Call to bind failed", '{"stage": "started"}', '{"stage": "meet"}'):
-        heard.receive_line(line)
-    heard.receive_line('half a line {"done": "meet", "wrong": 0}')
-    heard.receive_line("{broken")
+def test_what_a_process_writes_is_read_up_to_the_last_whole_line(tmp_path: Path):
+    assert PeerStatus.read(0, tmp_path).height == -1
+    lines = ['{"stage": "started"}', '{"stage": "meet"}', '{"done": "meet", "wrong": 0}', '{"stage": "dev']
+    (tmp_path / "0.jsonl").write_text("\n".join(lines))
+    heard = PeerStatus.read(0, tmp_path)
     assert heard.begun == [STARTED_STAGE, "meet"] and heard.done == {"meet": {"wrong": 0}} and heard.height == 1
-    assert heard.talk == ["host:1:1 [0] NCCL WARN Call to bind failed", "{broken"]
+    (tmp_path / "1.jsonl").write_text('{"stage": "meet"}\n{"failed": "meet", "error": "OSError: no"}\n')
+    assert (PeerStatus.read(1, tmp_path).failed, PeerStatus.read(1, tmp_path).error) == ("meet", "OSError: no")
 
 
-@given(st.text())
-@settings(max_examples=50)
-def test_any_line_is_borne(line: str):
-    heard = PeerStatus(0)
-    heard.receive_line(line)
-    assert heard.talk == [line] and not heard.begun and not heard.done and not heard.passed
+def test_a_launcher_that_fails_itself_has_failed_for_all(tmp_path: Path):
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as launcher:
+        launcher.wait()
+        assert read_exit_codes(launcher, tmp_path, 2) == {0: 3, 1: 3}
+        (tmp_path / "ended.json").write_text('{"1": -9}')
+        assert read_exit_codes(launcher, tmp_path, 2) == {1: -9}
 
 
 def test_nothing_that_gets_through_is_the_connection_and_nobody_s_fault():
@@ -201,10 +206,10 @@ GOOD = meeting(passed(0), passed(1))
 STALLED = meeting(peer(0, "sum-int32"), peer(1, "sum-int32"))
 
 
-def retried(first: RendezvousResult, works_with: Mapping[str, str] | None, retry: bool = True) -> tuple[Report, list]:
+def retried(first: ProbeResult, works_with: Mapping[str, str] | None, retry: bool = True) -> tuple[Report, list]:
     tried = []
 
-    def held(variables: Mapping[str, str]) -> RendezvousResult:
+    def held(variables: Mapping[str, str]) -> ProbeResult:
         tried.append(dict(variables))
         return first if not variables or variables != works_with else GOOD
 
@@ -239,7 +244,7 @@ def test_where_neither_variable_helps_that_is_said():
         (meeting(peer(0, "devices"), peer(1, "meet")), True),
     ],
 )
-def test_nothing_is_tried_again_where_nccl_was_not_at_fault(first: RendezvousResult, retry: bool):
+def test_nothing_is_tried_again_where_nccl_was_not_at_fault(first: ProbeResult, retry: bool):
     _, tried = retried(first, None, retry)
     assert tried == [{}]
 
@@ -260,7 +265,7 @@ def test_every_partial_sum_is_exact_in_every_dtype(world: int):
 def test_a_device_that_is_shared_is_found():
     assert find_shared_devices([["a", "x"], ["b", "x"], ["a", "x"]]) == {"a": [0, 2]}
     assert find_shared_devices([["a", "x"], ["b", "x"]]) == {}
-    assert get_peer_identity(PeerSpec(3, 4, 1, "cpu", 1.0)) == "process 3"
+    assert Peer(3, 4, torch.device("cpu"), timedelta(seconds=1)).get_identity() == "process 3"
 
 
 # --- NCCL's words ---------------------------------------------------------------------------------------------------
@@ -288,17 +293,18 @@ def test_a_device_that_is_shared_is_found():
     ],
 )  # fmt: skip
 def test_error_texts_are_known(text: str, name: str | None):
-    explanation = nccl.explain_peer_error(text)
+    explanation = explain_peer_error(text)
     assert (explanation and explanation.name) == name
 
 
 def test_each_result_code_has_a_sentence_and_a_cause():
-    assert [result.code for result in nccl.NCCL_RESULTS] == list(range(9))
-    for result in nccl.NCCL_RESULTS:
-        assert result.name.startswith("nccl") and result.sentence.endswith(".")
-        assert result.cause.endswith(".") or result.code == 0
-        explanation = nccl.explain_peer_error(f"{result.name}: something")
-        assert (explanation and explanation.name) == (result.name if result.code else None)
+    results = read_peer_errors("nccl")
+    assert len(results) == 8 and len({result.name for result in results}) == 8
+    for result in results:
+        assert result.name.startswith("nccl") and result.phrase
+        assert result.sentence.endswith(".") and result.cause.endswith(".")
+        explanation = explain_peer_error(f"{result.name}: something")
+        assert (explanation and explanation.name) == result.name
 
 
 def test_a_meeting_passes_only_when_all_have():

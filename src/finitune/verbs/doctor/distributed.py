@@ -9,20 +9,23 @@ two ways that drivers, virtual machines and containers break most.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 from finitune.errors import UsageError
-from finitune.machine.distributed import nccl
-from finitune.machine.distributed.peer import (
+from finitune.machine.distributed_probe import (
     CONNECT_STAGE,
     DEVICES_STAGE,
     DTYPE_BY_SUM_STAGE,
     PEER_STAGES,
+    PEER_START_LIMIT_S,
     SPEED_STAGE,
     SPEED_TEST_BYTES,
+    PeerPretence,
+    PeerStatus,
+    ProbeResult,
     find_shared_devices,
+    probe_peers,
 )
-from finitune.machine.distributed.rendezvous import PEER_START_LIMIT_S, PeerStatus, RendezvousResult, supervise_peers
+from finitune.machine.peer_errors import explain_peer_error
 from finitune.progress import Progress
 from finitune.report import Finding, Level, Report, Table
 from finitune.verbs.shared.model import choose_device
@@ -38,7 +41,7 @@ _MAX_PROCESSES = 64
 DEFAULT_NCCL_TIMEOUT_S = 1800.0
 """The limit under which other trainers have waited for the first process to encode all pictures."""
 
-MeetingRunner = Callable[[Mapping[str, str]], RendezvousResult]
+MeetingRunner = Callable[[Mapping[str, str]], ProbeResult]
 
 
 def run(
@@ -47,12 +50,12 @@ def run(
     progress: Progress,
     device: str = "auto",
     limit_s: float = 30,
-    pretend: Mapping[int, Mapping[str, str]] | None = None,
+    pretend: Mapping[int, PeerPretence] | None = None,
 ) -> Report:
     """Test `count` processes, one for each GPU, or on the CPU; what was found goes into `report`.
 
-    `limit_s`: seconds for all that happens between the processes, once they have started. `pretend`: see `hold` of
-    `finitune.machine.distributed.rendezvous`. Raises UsageError for a count below 2, a device that is not there, or a
+    `limit_s`: seconds for all that happens between the processes, once they have started. `pretend`: by
+    rank, for tests. Raises UsageError for a count below 2, a device that is not there, or a
     torch without torch.distributed.
     """
     from torch import distributed
@@ -67,7 +70,8 @@ def run(
         )
     kind = choose_device(device).partition(":")[0]
     kind = kind if kind == "cuda" and distributed.is_nccl_available() else "cpu"
-    return judge_meeting(partial(_held, count, kind, limit_s, progress, pretend or {}), report, retry=kind == "cuda")
+    held = lambda variables: probe_peers(count, kind, limit_s, progress, variables, pretend or {})  # noqa: E731
+    return judge_meeting(held, report, retry=kind == "cuda")
 
 
 def require_process_count(count: int) -> None:
@@ -82,17 +86,6 @@ def require_process_count(count: int) -> None:
         subject="--distributed",
         remedy="Give the number of GPUs that a run is to use; 2 on a CPU.",
     )
-
-
-def _held(
-    count: int,
-    kind: str,
-    limit_s: float,
-    progress: Progress,
-    pretend: Mapping[int, Mapping[str, str]],
-    variables: Mapping[str, str],
-) -> RendezvousResult:
-    return supervise_peers(count, kind, limit_s, progress, variables, pretend)
 
 
 def judge_meeting(held: MeetingRunner, report: Report, *, retry: bool) -> Report:
@@ -134,7 +127,7 @@ def find_nccl_workaround(held: MeetingRunner, report: Report) -> Finding:
     )
 
 
-def compute_meeting_figures(meeting: RendezvousResult) -> dict[str, object]:
+def compute_meeting_figures(meeting: ProbeResult) -> dict[str, object]:
     """The back end, the devices, the rate of a 64 MB sum, and how long all took."""
     told = meeting.told(CONNECT_STAGE)
     backend = " ".join(filter(None, (told.get("backend", ""), told.get("version", ""))))
@@ -154,7 +147,7 @@ def compute_meeting_figures(meeting: RendezvousResult) -> dict[str, object]:
     return {**numbers, title: build_process_table(meeting).as_dicts()}
 
 
-def build_process_table(meeting: RendezvousResult) -> Table:
+def build_process_table(meeting: ProbeResult) -> Table:
     """Each process, its device, and how far it came."""
     devices = meeting.told(DEVICES_STAGE).get("devices", [])
     rows = []
@@ -164,7 +157,7 @@ def build_process_table(meeting: RendezvousResult) -> Table:
     return Table("processes", ("rank", "device", "identity", "result"), tuple(rows))
 
 
-def find_meeting_faults(meeting: RendezvousResult) -> list[Finding]:
+def find_meeting_faults(meeting: ProbeResult) -> list[Finding]:
     """What went wrong: a shared device, who is gone, who failed, who did not come, or what came out wrong."""
     if twice := find_shared_devices(meeting.told(DEVICES_STAGE).get("devices", [])):
         return [_duplicate(identity, ranks, meeting) for identity, ranks in twice.items()]
@@ -177,7 +170,7 @@ def find_meeting_faults(meeting: RendezvousResult) -> list[Finding]:
     return [_wrong(peer, stage) for stage in PEER_STAGES for peer in meeting.peers if peer.done[stage].get("wrong")]
 
 
-def _duplicate(identity: str, ranks: Sequence[int], meeting: RendezvousResult) -> Finding:
+def _duplicate(identity: str, ranks: Sequence[int], meeting: ProbeResult) -> Finding:
     name = meeting.told(DEVICES_STAGE)["devices"][ranks[0]][1]
     return Finding(
         Level.ERROR,
@@ -218,7 +211,7 @@ def _failed(failed: Sequence[PeerStatus]) -> Finding:
     )
 
 
-def _stalled(meeting: RendezvousResult) -> Finding:
+def _stalled(meeting: ProbeResult) -> Finding:
     least = min(peer.height for peer in meeting.peers)
     late = [peer for peer in meeting.peers if peer.height == least]
     ahead = [peer for peer in meeting.peers if peer.height > least]
@@ -266,7 +259,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _explained(text: str) -> str:
-    explanation = nccl.explain_peer_error(text)
+    explanation = explain_peer_error(text)
     return f" {explanation.name}: {explanation.sentence} {explanation.cause}" if explanation else ""
 
 

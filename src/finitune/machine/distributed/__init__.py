@@ -1,1 +1,0 @@
-"""Processes that meet, talk and add, to see whether they can train together; and what it means where they cannot."""
