@@ -10,9 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from finitune.config.lycoris import LYCORIS_MISCONCEPTIONS, LYCORIS_RULES, find_lycoris_faults
-from finitune.config.lycoris_options import LycorisOptions, parse_option_comments
-from finitune.config.lycoris_preset import check_lycoris_preset
+from finitune.config.lycoris import (
+    LycorisOptions,
+    check_lycoris_preset,
+    find_lycoris_faults,
+    parse_option_comments,
+    read_lycoris_misconceptions,
+    read_lycoris_rules,
+)
 from finitune.errors import UsageError
 from finitune.files.writer import save_tensors
 from finitune.report import Finding, Level, Report
@@ -297,12 +302,12 @@ def test_a_myth_in_a_comment_of_our_own(folder: Path):
 
 def test_every_rule_and_myth_was_seen():
     seen = {(code, option) for _, code, option, _ in SAID} | {("LYCORIS-CONV-DIM-ZERO", "conv_dim")}
-    unseen = {(truth.code, truth.option) for truth in LYCORIS_RULES} - seen
+    unseen = {(rule.code, rule.subject) for rule in read_lycoris_rules()} - seen
     spellings = {"weight_decompose", "linear_alpha", "unbalanced_factorization"}  # of rules that were
     assert {option for _, option in unseen} <= spellings
-    myths = {myth.option for myth in LYCORIS_MISCONCEPTIONS} - {option for _, option in FOLLOWED}
+    myths = {rule.subject for rule in read_lycoris_misconceptions()} - {option for _, option in FOLLOWED}
     assert myths <= {"linear_dim", "conv_dim", "rank", "linear", "use_lycoris"}
-    assert all(myth.source and myth.fact for myth in LYCORIS_MISCONCEPTIONS)
+    assert all(rule.source and rule.text for rule in read_lycoris_misconceptions())
 
 
 def test_comments_belong_to_the_option_beside_or_below():

@@ -1,354 +1,250 @@
-"""What LyCORIS and sd-scripts really do with the options of a network, and what is said of them that is not so.
+"""What LyCORIS makes of a configuration: the rules of lycoris.toml, evaluated, and presets held against the modules.
 
-Two tables. TRUTHS are rules: each holds for a configuration or not, and tells what happens there and what here. MYTHS
-are claims that go round in guides and that a configuration was visibly written by: a comment repeats one, or options
-are set as it asks for. Nothing is wrong with such a configuration; it is only poorer than it could be.
-
-Facts: LyCORIS 3.3 and 4.1 (lycoris/kohya.py, wrapper.py, modules/*, config.py), sd-scripts (train_network.py,
-library/train_util.py, networks/*), read and tried.
+A preset that names no module trains nothing, in silence. Facts on presets: LyCORIS 4.1, lycoris/config.py (the keys
+that there are) and lycoris/kohya.py (`unet_target_name` is matched at the beginning of a dotted name,
+`unet_target_module` by the name of a class).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from finitune.config.lycoris_options import LycorisCondition, LycorisMisconception, LycorisOptions, LycorisRule
+from finitune.config.imported_config import ImportedKey
+from finitune.config.toml_text import read_toml
 from finitune.errors import suggest_nearest_name
+from finitune.package_data import read_package_toml
 from finitune.report import Finding, Level
+from finitune.rules import Rule, evaluate_rules, parse_rule
+from finitune.rules.conditions import parse_condition
 
-_LYCORIS_ALGORITHMS = ("lora", "locon", "loha", "lokr", "dylora", "glora", "full", "diag-oft", "boft", "ia3", "tlora")
-"""All that `algo` may be, in any case; the last two from LyCORIS 4 on."""
-_BUILT_IN_PRESETS = (
-    *("full", "full-lin", "attn-mlp", "attn-only", "ia3"),
-    *("unet-only", "unet-transformer-only", "unet-convblock-only"),
-)
-"""The built-in ones."""
-_EMPTY_PRESETS = ("attn-only", "unet-convblock-only")
-"""Presets whose classes no diffusion transformer has."""
-_LYCORIS_BOOLEAN_ARGUMENTS = (
-    *("use_tucker", "use_cp", "use_conv_cp", "disable_conv_cp", "use_scalar", "train_norm", "rescaled", "dora_wd"),
-    *("weight_decompose", "wd_on_output", "wd_on_out", "bypass_mode", "rs_lora", "full_matrix"),
-    *("unbalanced_factorization", "train_t5xxl", "train_llm_adapter"),
-)
-_WORDS_MEANING_NO = ("0", "no", "off", "none", "null", "")
-"""What people write for no, and what LyCORIS's str_bool takes for yes: all but the word false."""
+_FACTS_PATH = Path(__file__).with_name("lycoris.toml")
 
 
-def match_other_lycoris_algorithm(*algorithms: str) -> Callable[[str], LycorisCondition]:
-    """The condition, by an option, that it is on and the algorithm is another LyCORIS one than these."""
-    return lambda option: (
-        lambda g: g.is_on(option) and g.algorithm not in ("", *algorithms) and get_algorithm_evidence(g)
-    )
+@dataclass(frozen=True)
+class LycorisOptions:
+    """A configuration as it was written: options by the last part of their names, network_args as text, and comments.
+
+    `comments` are by the name of the option on whose line, or below which, they stand.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, str] = field(default_factory=dict)
+    comments: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """What is given as an argument or else as an option."""
+        return {name: value for name, value in {**self.options, **self.arguments}.items() if value is not None}
+
+    @property
+    def on(self) -> Mapping[str, bool]:
+        """What LyCORIS takes for true: any text but false, in any case."""
+        return {
+            name: value.lower() != "false" if isinstance(value, str) else bool(value)
+            for name, value in self.given.items()
+        }
+
+    @property
+    def numbers(self) -> Mapping[str, float]:
+        """What can be read as a number."""
+        numbers: dict[str, float] = {}
+        for name, value in self.given.items():
+            try:
+                numbers[name] = float(value)
+            except (TypeError, ValueError):
+                continue
+        return numbers
+
+    @property
+    def algorithm(self) -> str:
+        """LyCORIS's algo in lower case; "" for a network that is not LyCORIS's."""
+        given = self.given
+        network, _, kind = str(given.get("LoRA_type", "")).partition("/")
+        if network == "LyCORIS" and kind:
+            return kind.lower()
+        named = given.get("algo") or given.get("lycoris_algo")
+        return str(named or "lora").lower() if named or "lycoris" in str(given.get("network_module", "")) else ""
+
+    @property
+    def preset(self) -> str:
+        """The preset by its name or file; "" where none is named."""
+        return str(self.given.get("preset") or self.given.get("LyCORIS_preset") or "")
 
 
-def get_algorithm_evidence(given: LycorisOptions) -> Mapping[str, object]:
-    """The algorithm, for messages."""
-    return {"algo": given.algorithm}
+def collect_lycoris_options(lines: Iterable[ImportedKey], text: str) -> LycorisOptions:
+    """What a configuration says, from the account of its keys and from its text."""
+    options: dict[str, Any] = {}
+    arguments: dict[str, str] = {}
+    for line in lines:
+        name = line.key.rpartition(".")[2].lstrip("-").replace("-", "_")
+        if name == "network_args":
+            items = line.value if isinstance(line.value, (list, tuple)) else str(line.value).split()
+            arguments |= {str(item).partition("=")[0].strip(" '\""): str(item).partition("=")[2] for item in items}
+        elif "network_args." not in line.key:
+            options[name] = line.value
+    return LycorisOptions(options, arguments, parse_option_comments(text))
 
 
-def find_unknown_lycoris_algorithm(given: LycorisOptions) -> object:
-    """The algorithm that there is not, and the nearest."""
-    name = given.algorithm
-    known = name in _LYCORIS_ALGORITHMS or (given["LoRA_type"] and not given["algo"])
-    return name and not known and {"algo": name, "guess": suggest_nearest_name(name, _LYCORIS_ALGORITHMS)}
-
-
-def find_indivisible_block_size(given: LycorisOptions) -> object:
-    """DyLoRA's rank and block size where one does not divide the other."""
-    rank, block = given.number("network_dim") or 4, given.number("block_size") or 4
-    return given.algorithm == "dylora" and rank % block and {"rank": f"{rank:g}", "block": f"{block:g}"}
-
-
-def find_misread_booleans(given: LycorisOptions) -> object:
-    """The switches that were meant as no and that LyCORIS takes for yes."""
-    wrong = [
-        name
-        for name in _LYCORIS_BOOLEAN_ARGUMENTS
-        if given.arguments.get(name, "x").strip("'\"").lower() in _WORDS_MEANING_NO
-    ]
-    return given.algorithm and wrong and {"names": ", ".join(f"{name}={given.arguments[name]}" for name in wrong)}
-
-
-def find_masked_tucker(given: LycorisOptions) -> object:
-    """An older name of use_tucker that says false and stands over the newer one that says true."""
-    names = [name for name in ("use_conv_cp", "use_cp", "use_tucker") if name in given.arguments]
-    first = given.arguments[names[0]].lower() if len(names) > 1 else ""
-    later = any(given.is_on(name) for name in names[1:])
-    return given.algorithm and first == "false" and later and {"first": names[0]}
-
-
-def find_unknown_lycoris_preset(given: LycorisOptions) -> object:
-    """The preset that is neither built in nor a file."""
-    name = str(given["preset"] or given["LyCORIS_preset"] or "")
-    if not given.algorithm or not name or name in _BUILT_IN_PRESETS:
-        return False
-    return not is_preset_file(name) and {"preset": name, "guess": suggest_nearest_name(name, _BUILT_IN_PRESETS)}
-
-
-def is_preset_file(name: str) -> bool:
-    """Whether there is such a file."""
-    try:
-        return Path(name).is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def find_invalid_lokr_factor(given: LycorisOptions) -> object:
-    """LoKr's factor where it is no whole number."""
-    factor, number = given["factor"], given.number("factor")
-    return given.algorithm == "lokr" and factor is not None and (number is None or number % 1) and {"factor": factor}
-
-
-def match_lycoris_comment(option: str, pattern: str) -> LycorisCondition:
-    """The condition that a comment at an option says something."""
-    return lambda g: re.search(pattern, g.comments.get(option, ""), re.IGNORECASE)
-
-
-def match_lycoris_option(option: str, *values: str) -> LycorisCondition:
-    """The condition that an option has one of the values, however it is written."""
-    return lambda g: g[option] is not None and str(g[option]).lower() in values
-
-
-_ERROR, _WARNING, _NOTE = Level.ERROR, Level.WARNING, Level.NOTE
-LYCORIS_RULES = (
-    LycorisRule(
-        _ERROR,
-        "LYCORIS-ALGO",
-        "algo",
-        find_unknown_lycoris_algorithm,
-        "LyCORIS has no algo {algo!r} and stops with a KeyError at the first module.{guess}",
-        f"These are: {', '.join(_LYCORIS_ALGORITHMS)}.",
-    ),
-    LycorisRule(
-        _ERROR,
-        "LYCORIS-BLOCK-SIZE",
-        "block_size",
-        find_indivisible_block_size,
-        "DyLoRA's block_size {block} does not divide the rank {rank}: LyCORIS stops there",
-        "Take a block_size that divides network_dim.",
-    ),
-    LycorisRule(
-        _WARNING,
-        "LYCORIS-NO-EFFECT",
-        "block_size",
-        lambda g: g["block_size"] is not None and g.algorithm not in ("", "dylora") and get_algorithm_evidence(g),
-        "block_size has no effect with algo={algo}: DyLoRA alone reads it",
-        "Leave it out.",
-    ),
-    LycorisRule(
-        _ERROR,
-        "LYCORIS-FACTOR",
-        "factor",
-        find_invalid_lokr_factor,
-        "factor = {factor} is no whole number: LyCORIS stops there",
-        "-1 is the most square split; a number that divides no side gives the nearest that does.",
-    ),
-    LycorisRule(
-        _ERROR,
-        "LYCORIS-PRESET",
-        "preset",
-        find_unknown_lycoris_preset,
-        "there is no preset {preset!r}, neither built in nor as a file: LyCORIS stops there.{guess}",
-        f"Built in are: {', '.join(_BUILT_IN_PRESETS)}.",
-    ),
-    LycorisRule(
-        _WARNING,
-        "LYCORIS-PRESET-EMPTY",
-        "preset",
-        lambda g: (
-            (name := str(g["preset"] or g["LyCORIS_preset"])) in _EMPTY_PRESETS and g.algorithm and {"name": name}
-        ),
-        "the preset {name} names classes that no diffusion transformer has: LyCORIS adapts 0 modules of it, and "
-        "does not say so",
-        "Say the modules by pattern: network.only_patterns.",
-    ),
-    LycorisRule(
-        _WARNING,
-        "LYCORIS-DORA-BYPASS",
-        "bypass_mode",
-        lambda g: g.is_on("bypass_mode") and (g.is_on("dora_wd") or g.is_on("weight_decompose")) and g.algorithm,
-        "dora_wd with bypass_mode: LyCORIS does not train the magnitudes there, and saves them all the same; here they "
-        "are trained",
-        "Leave dora_wd out to train what was trained there, or bypass_mode to mean DoRA.",
-    ),
-    *(
-        LycorisRule(
-            _WARNING,
-            "LYCORIS-NO-EFFECT",
-            name,
-            match_other_lycoris_algorithm("lora", "locon", "loha", "lokr")(name),
-            f"{name} has no effect with algo={{algo}}: only locon, loha and lokr have magnitudes",
-            "Leave it out.",
-        )
-        for name in ("dora_wd", "weight_decompose")
-    ),
-    LycorisRule(
-        _NOTE,
-        "LYCORIS-NO-EFFECT",
-        "use_tucker",
-        lambda g: g.is_on("use_tucker") and g.algorithm == "glora",
-        "use_tucker has no effect with algo=glora",
-        "Leave it out.",
-    ),
-    LycorisRule(
-        _WARNING,
-        "LYCORIS-NO-EFFECT",
-        "dropout",
-        lambda g: g.number("dropout") and g.algorithm in ("loha", "lokr") and get_algorithm_evidence(g),
-        "dropout has no effect with algo={algo} in LyCORIS; here network_dropout has",
-        "Set it to 0 to train what was trained there; rank_dropout and module_dropout work in both.",
-    ),
-    LycorisRule(
-        _WARNING,
-        "LYCORIS-NO-EFFECT",
-        "loraplus_lr_ratio",
-        lambda g: g["loraplus_lr_ratio"] and g.algorithm not in ("", "lora", "locon") and get_algorithm_evidence(g),
-        "loraplus_lr_ratio has no effect with algo={algo} there, as no parameter is called lora_up; here it has",
-        "Leave it out to train what was trained there.",
-    ),
-    LycorisRule(
-        _WARNING,
-        "LYCORIS-BOOL",
-        "network_args",
-        find_misread_booleans,
-        "{names}: LyCORIS takes every word but false for true, so these are on there",
-        "Write false.",
-    ),
-    LycorisRule(
-        _WARNING,
-        "LYCORIS-BOOL",
-        "decompose_both",
-        lambda g: g.arguments.get("decompose_both", "").lower() in ("false", *_WORDS_MEANING_NO[:-1]),
-        "decompose_both={value}: LyCORIS takes any text for true here, the word False as well; here it is off",
-        "Leave it out to mean no.",
-    ),
-    LycorisRule(
-        _WARNING,
-        "LYCORIS-BOOL",
-        "use_tucker",
-        find_masked_tucker,
-        "{first}=False stands over use_tucker=True in LyCORIS: it is off there",
-        "Leave the older name out.",
-    ),
-    LycorisRule(
-        _WARNING,
-        "LYCORIS-CONV-DIM-ZERO",
-        "conv_dim",
-        lambda g: "conv_dim" not in g.arguments and g.options.get("conv_dim") == 0 and g["linear_dim"] is not None,
-        "conv_dim is the number 0, which LyCORIS takes for absent: convolutions have the rank of the others there",
-        'As text, "0", it leaves them out there, too; here 0 always does.',
-    ),
-    *(
-        LycorisRule(
-            _WARNING,
-            "LYCORIS-NO-EFFECT",
-            name,
-            lambda g, name=name: name in g.arguments and g.algorithm,
-            f"{name} in network_args has no effect: LyCORIS under sd-scripts reads {counts}",
-            f"Set {counts}.",
-        )
-        for name, counts in (("linear_dim", "network_dim"), ("linear_alpha", "network_alpha"))
-    ),
-    *(
-        LycorisRule(
-            _NOTE,
-            "LYCORIS-NOT-RELOADED",
-            name,
-            when,
-            f"{name}: LyCORIS cannot read such a file back to go on from it; here it can",
-        )
-        for name, when in (
-            ("wd_on_output", match_lycoris_option("wd_on_output", "false")),
-            ("unbalanced_factorization", lambda g: g.is_on("unbalanced_factorization") and g.algorithm == "lokr"),
-        )
-    ),
-    LycorisRule(
-        _NOTE,
-        "LYCORIS-VERSION",
-        "algo",
-        lambda g: g.algorithm in ("full", "ia3") and get_algorithm_evidence(g),
-        "algo={algo} does not train in LyCORIS 3.3 (full stops at the first forward, ia3 at the first module)",
-    ),
-)
-
-_DIVISIBILITY_PATTERN = r"head|divi[ds]|multiple|\u6574\u9664|\u500d\u6570"
-_NOT_ZERO_PATTERN = (
-    r"(not|n't|never|cannot).{0,20}(0\b|zero)|zero.{0,20}(not|error|crash)|\u4e0d\u80fd.{0,6}0|\u4e0d\u53ef.{0,6}0"
-)
-_HALF_OF_RANK_PATTERN = r"half|dim ?/ ?2|rank ?/ ?2|\u4e00\u534a"
-LYCORIS_MISCONCEPTIONS = (
-    *(
-        LycorisMisconception(
-            option,
-            "the rank must divide the number of attention heads, or their size",
-            "any whole number from 1 on trains; only DyLoRA's block_size must divide the rank, and BOFT's blocks the "
-            "outputs",
-            "LyCORIS, lycoris/kohya.py; a comment in its example_configs says itself that it has no special effect",
-            match_lycoris_comment(option, _DIVISIBILITY_PATTERN),
-        )
-        for option in ("network_dim", "linear_dim", "conv_dim", "rank", "linear")
-    ),
-    LycorisMisconception(
-        "conv_dim",
-        "conv_dim must not be 0",
-        "0 means that convolutions with a kernel get no adapter, which is what most want for transformers",
-        "LyCORIS, lycoris/kohya.py: conv_dim",
-        lambda g: (
-            match_lycoris_comment("conv_dim", _NOT_ZERO_PATTERN)(g) or (g.number("conv_dim") == 1 and g.algorithm)
-        ),
-    ),
-    LycorisMisconception(
-        "gradient_checkpointing",
-        "cached latents and gradient checkpointing exclude each other",
-        "they have nothing to do with each other; use both",
-        "sd-scripts, train_network.py: its only assertion excludes cache_latents with color_aug and random_crop",
-        lambda g: (
-            (
-                match_lycoris_option("cache_latents", "false")(g)
-                and match_lycoris_option("gradient_checkpointing", "true")(g)
-            )
-            or (
-                match_lycoris_option("cache_latents", "true")(g)
-                and match_lycoris_option("gradient_checkpointing", "false")(g)
-            )
-            or match_lycoris_comment("cache_latents", r"checkpoint")(g)
-            or match_lycoris_comment("gradient_checkpointing", r"cache")(g)
-        ),
-    ),
-    LycorisMisconception(
-        "enable_bucket",
-        "all pictures must have one size",
-        "enable_bucket = true trains each in a shape near its own; without it all are cropped to one",
-        "sd-scripts, library/train_util.py: BucketManager",
-        lambda g: (
-            match_lycoris_option("enable_bucket", "false")(g)
-            or match_lycoris_comment("resolution", r"same size|one size|\u7edf\u4e00")(g)
-        ),
-    ),
-    *(
-        LycorisMisconception(
-            option,
-            f"--{option} is needed for LyCORIS",
-            'sd-scripts has no such option; network_module = "lycoris.kohya" and algo in network_args are all that is '
-            "needed",
-            "sd-scripts, train_network.py: setup_parser; lycoris_config is SimpleTuner's",
-            lambda g, option=option: g[option] is not None and not g["lora_type"],
-        )
-        for option in ("use_lora", "use_lycoris", "lycoris_config")
-    ),
-    LycorisMisconception(
-        "network_alpha",
-        "alpha must be half of the rank",
-        "the scale is alpha / rank, and counts only together with the learning rate",
-        "LyCORIS, lycoris/modules/locon.py: scale",
-        match_lycoris_comment("network_alpha", _HALF_OF_RANK_PATTERN),
-    ),
-)
+def parse_option_comments(text: str) -> dict[str, str]:
+    """The comments by the name of the option on whose line they stand, or which stands below them."""
+    comments: dict[str, str] = {}
+    above = ""
+    for line in text.splitlines():
+        code, _, comment = line.partition("#")
+        name = re.match(r"[-\s\"']*(\w+)[\"']?\s*[:=]", code)
+        if name:
+            comments[name[1]] = f"{above} {comment}".strip()
+        above = f"{above} {comment}".strip() if not code.strip() and comment else ""
+    return {name: comment for name, comment in comments.items() if comment}
 
 
 def find_lycoris_faults(given: LycorisOptions) -> list[Finding]:
-    """Every rule that holds for a configuration, and every myth that it follows, worst first."""
-    found = [finding for rule in (*LYCORIS_RULES, *LYCORIS_MISCONCEPTIONS) if (finding := rule.finding(given))]
-    return sorted(found, key=lambda finding: finding.level.rank)
+    """Every rule that holds for a configuration, and every misconception that it follows, worst first."""
+    return evaluate_rules((*read_lycoris_rules(), *read_lycoris_misconceptions()), given)
+
+
+@cache
+def read_lycoris_rules() -> tuple[Rule, ...]:
+    """What LyCORIS really does; raises ValueError for what is wrong in the file."""
+    return tuple(parse_rule(entry, LYCORIS_PREDICATES) for entry in read_package_toml(_FACTS_PATH)["rule"])
+
+
+@cache
+def read_lycoris_misconceptions() -> tuple[Rule, ...]:
+    """What is said of it that is not so: a rule for each option that shows it."""
+    entries = read_package_toml(_FACTS_PATH)["misconception"]
+    return tuple(make_misconception_rule(entry, option) for entry in entries for option in entry["options"])
+
+
+def make_misconception_rule(entry: Mapping[str, Any], option: str) -> Rule:
+    """The note that a comment at an option repeats a claim, or that options are set as it asks for."""
+    predicates = {"stands_alone": lambda facts: option in facts.given and not facts.given.get("lora_type")}
+    asked = parse_condition(entry["when"], predicates) if "when" in entry else lambda _: ()
+
+    def follows(facts: LycorisOptions) -> bool:
+        said = "comment" in entry and re.search(entry["comment"], facts.comments.get(option, ""), re.IGNORECASE)
+        return bool(said) or any(True for _ in asked(facts))
+
+    text = f"it is said that {entry['claim'].format(option=option)}; that is not so: {entry['fact']}"
+    return Rule(level=Level.NOTE, code="LYCORIS-MYTH", subject=option, when=follows, text=text, source=entry["source"])
+
+
+# --- predicates: something false where all is well, else the fields of the message -----------------------------------
+
+
+def find_unknown_lycoris_algorithm(facts: LycorisOptions) -> object:
+    """The algorithm that there is not, and the nearest."""
+    name, known = facts.algorithm, read_package_toml(_FACTS_PATH)["algorithms"]
+    if not name or name in known or (facts.given.get("LoRA_type") and not facts.given.get("algo")):
+        return {}
+    return {"algo": name, "guess": suggest_nearest_name(name, known), "do": ", ".join(known)}
+
+
+def find_indivisible_block_size(facts: LycorisOptions) -> object:
+    """DyLoRA's rank and block size where one does not divide the other."""
+    rank, block = facts.numbers.get("network_dim") or 4, facts.numbers.get("block_size") or 4
+    return facts.algorithm == "dylora" and rank % block and {"rank": f"{rank:g}", "block": f"{block:g}"}
+
+
+def find_misread_switches(facts: LycorisOptions) -> object:
+    """The switches that were meant as no and that LyCORIS takes for yes."""
+    table = read_package_toml(_FACTS_PATH)
+    words = {name: facts.arguments.get(name, "x").strip("'\"").lower() for name in table["switches"]}
+    wrong = [f"{name}={facts.arguments[name]}" for name, word in words.items() if word in table["words_meaning_no"]]
+    return facts.algorithm and wrong and {"names": ", ".join(wrong)}
+
+
+def find_masked_tucker(facts: LycorisOptions) -> object:
+    """An older name of use_tucker that says false and stands over a newer one that says true."""
+    names = [name for name in ("use_conv_cp", "use_cp", "use_tucker") if name in facts.arguments]
+    masked = facts.algorithm and not facts.on.get(names[0], True) if names else False
+    return masked and any(facts.on[name] for name in names[1:]) and {"first": names[0]}
+
+
+def find_unknown_lycoris_preset(facts: LycorisOptions) -> object:
+    """The preset that is neither built in nor a file."""
+    name, known = facts.preset, read_package_toml(_FACTS_PATH)["built_in_presets"]
+    if not facts.algorithm or not name or name in known:
+        return {}
+    try:
+        found = Path(name).is_file()
+    except (OSError, ValueError):
+        found = False
+    return not found and {"preset": name, "guess": suggest_nearest_name(name, known), "do": ", ".join(known)}
+
+
+def find_invalid_lokr_factor(facts: LycorisOptions) -> object:
+    """LoKr's factor where it is no whole number."""
+    factor, number = facts.given.get("factor"), facts.numbers.get("factor")
+    return facts.algorithm == "lokr" and factor is not None and (number is None or number % 1) and {"factor": factor}
+
+
+LYCORIS_PREDICATES = {
+    predicate.__name__: predicate
+    for predicate in (
+        find_unknown_lycoris_algorithm,
+        find_indivisible_block_size,
+        find_misread_switches,
+        find_masked_tucker,
+        find_unknown_lycoris_preset,
+        find_invalid_lokr_factor,
+    )
+}
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------
+
+
+def check_lycoris_preset(path: Path, names: Sequence[str]) -> list[Finding]:
+    """Keys of a preset that LyCORIS does not know, and what in it names none of the modules, by their original names.
+
+    Raises what `read_toml` does.
+    """
+    preset, known = read_toml(path).document, read_package_toml(_FACTS_PATH)["preset_keys"]
+    found = [
+        Finding(
+            Level.WARNING,
+            "LYCORIS-PRESET-KEY",
+            f"{path}: {key}",
+            f"LyCORIS's presets have no key {key!r}: version 3 passes over it, 4 "
+            f"stops.{suggest_nearest_name(key, known)}",
+            {"key": key},
+            f"These are: {', '.join(known)}.",
+        )
+        for key in preset
+        if key not in known
+    ]
+    targets = {target: count_preset_matches(target, names, preset, by) for target, by in iterate_preset_targets(preset)}
+    idle = [target for target, number in targets.items() if not number]
+    if idle and any(targets.values()):
+        message = f"{', '.join(idle)}: no module of this model is called so"
+        found.append(Finding(Level.NOTE, "LYCORIS-PRESET-IDLE", str(path), message, {"targets": targets}))
+    elif not any(targets.values()):
+        message = f"the preset names none of the model's {len(names)} modules: LyCORIS trains nothing, and says nothing"
+        remedy = "Classes of Anima are Block and LLMAdapterTransformerBlock (LyCORIS 4); or name modules by pattern."
+        found.append(Finding(Level.ERROR, "LYCORIS-PRESET-EMPTY", str(path), message, {"targets": targets}, remedy))
+    return found
+
+
+def iterate_preset_targets(preset: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a preset names of the denoiser, each by "name" or by "module"."""
+    for by in ("name", "module"):
+        for key in (f"unet_target_{by}", f"target_{by}"):
+            yield from ((str(target), by) for target in preset.get(key) or ())
+
+
+def count_preset_matches(target: str, names: Sequence[str], preset: Mapping[str, Any], by: str) -> int:
+    """How many of the modules a target names."""
+    if by == "name" and preset.get("use_fnmatch"):
+        return sum(fnmatch(name, target) for name in names)
+    pattern = target if by == "name" else read_package_toml(_FACTS_PATH)["module_pattern_by_class"].get(target)
+    try:
+        return sum(bool(re.match(pattern, name)) for name in names) if pattern is not None else 0
+    except re.error:
+        return 0

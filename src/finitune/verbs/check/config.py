@@ -17,9 +17,7 @@ from torch import nn
 
 from finitune.adapters.lokr import split_dimension
 from finitune.config.conflicts import NO_EFFECT_CODE, find_config_conflicts
-from finitune.config.lycoris import find_lycoris_faults
-from finitune.config.lycoris_options import collect_lycoris_options
-from finitune.config.lycoris_preset import check_lycoris_preset
+from finitune.config.lycoris import check_lycoris_preset, collect_lycoris_options, find_lycoris_faults
 from finitune.config.schema import TrainConfig
 from finitune.errors import FileError, FinituneError, UsageError
 from finitune.files.tensorfile import TensorFile
@@ -65,8 +63,8 @@ def check_config(path: Path, request: Request, report: Report, progress: Progres
         given = collect_lycoris_options(opened.lines, opened.text)
         report.findings.extend(find_lycoris_faults(given))
         if opened.config is not None:
-            name = given.algorithm and (given["preset"] or given["LyCORIS_preset"])
-            places = (Path(str(name)), path.parent / str(name)) if name else ()
+            name = given.algorithm and given.preset
+            places = (Path(name), path.parent / name) if name else ()
             preset = next((place for place in places if is_file(place)), None)
             check_planned_run(opened.config, preset, request, report, progress)
     except FinituneError as error:
