@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finitune.errors import UsageError
-from finitune.machine import reading
 from finitune.machine.environment import Environment
 from finitune.report import Level, Report
 from finitune.verbs import doctor
@@ -104,7 +103,7 @@ def test_each_machine_has_a_page_of_facts():
 @pytest.mark.parametrize("count", [2, 3])
 def test_more_processes_than_gpus_are_not_started(count: int, monkeypatch: pytest.MonkeyPatch):
     started: list[int] = []
-    monkeypatch.setattr(reading, "read_environment", lambda: made.machine(made.RTX_3060, made.RTX_3060))
+    monkeypatch.setattr(doctor, "read_environment", lambda: made.machine(made.RTX_3060, made.RTX_3060))
     monkeypatch.setattr(distributed, "run", lambda n, report, progress: started.append(n))
     report = doctor.run(doctor.Request(quick=True, distributed=count))
     codes = [finding.code for finding in report.findings]

@@ -11,8 +11,7 @@ from finitune.render.range_chart import RangeBar, render_range_chart
 from finitune.render.training_page import render_loss_chart
 from finitune.report import Report
 from finitune.verbs import plan
-from finitune.verbs.demo import DemoResults
-from finitune.verbs.demo.training import DemoTraining
+from finitune.verbs.demo import DemoResults, DemoTraining
 
 _CAPTION_BY_PRECISION = {
     "raw-half": "plain fp16",

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finitune.errors import FinituneError, UsageError
-from finitune.machine.hardware import Advice, ComputeDtype, DeviceFacts, advise, has_kernels
+from finitune.machine.environment import Environment, to_gib
+from finitune.machine.hardware import ComputeDtype, DeviceFacts, advise, has_kernels
+from finitune.machine.reading import read_environment
+from finitune.machine.rules import examine_machine, examine_processes
+from finitune.machine.rules.software import find_no_gpu_reason
+from finitune.machine.rules.variables import find_broken_allocator
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Finding, Level, Report, Table
+from finitune.verbs.doctor.bundle import require_run_files, write_bundle
 
 if TYPE_CHECKING:
-    from finitune.machine.environment import Environment
     from finitune.machine.measuring.measurements import Measurements
 
 _MEASURED_DTYPE_BY_COMPUTE: dict[ComputeDtype, str] = {"planned-half": "fp16", "bf16": "bf16", "fp32": "fp32"}
@@ -36,9 +40,6 @@ class Request:
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Read the facts, measure the device, and say what follows, the verdict first."""
-    from finitune.machine.reading import read_environment
-    from finitune.machine.rules import examine_machine
-
     report = Report("doctor")
     watch = progress or SilentProgress()
     try:
@@ -48,7 +49,8 @@ def run(request: Request, progress: Progress | None = None) -> Report:
         measurements = measure_main_device(environment, watch) if loads and not request.quick else None
         report.findings.append(judge_machine(environment, measurements))
         report.findings += examine_machine(environment)
-        report.findings += list_unread_facts(environment)
+        for what in environment.unread:
+            report.add(Level.NOTE, "FACT-UNREAD", what.partition(":")[0], what, remedy="Judge the rest without it.")
         report.figures["compute"] = report.findings[0].evidence["compute"]
         report.figures["facts"] = environment.as_json()
         report.tables += build_facts_tables(environment)
@@ -67,10 +69,6 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 def require_valid_doctor_request(request: Request) -> None:
     """Raise UsageError for a request that cannot be meant, before anything takes time."""
-    from finitune.machine.rules.variables import find_broken_allocator
-    from finitune.verbs.doctor.bundle import require_run_files
-    from finitune.verbs.doctor.distributed import require_process_count
-
     if broken := find_broken_allocator(os.environ):
         name, part = broken
         raise FinituneError(
@@ -81,6 +79,8 @@ def require_valid_doctor_request(request: Request) -> None:
             remedy=f"Write it as in {name}=max_split_size_mb:128, or unset it.",
         )
     if request.distributed is not None:
+        from finitune.verbs.doctor.distributed import require_process_count  # torch, which may not load
+
         require_process_count(request.distributed)
     if request.run and not request.bundle:
         raise UsageError(
@@ -95,7 +95,7 @@ def require_valid_doctor_request(request: Request) -> None:
 
 def measure_main_device(environment: Environment, progress: Progress) -> Measurements:
     """What the main device computes, how fast, and how rightly."""
-    import torch
+    import torch  # which doctor has found to load
 
     from finitune.machine.measuring.measurements import measure_device
 
@@ -111,10 +111,11 @@ def judge_machine(environment: Environment, measurements: Measurements | None) -
     blind = not has_kernels(facts)
     wrong = [d for d in ranked if blind or (measurements and not measurements.right(_MEASURED_DTYPE_BY_COMPUTE[d]))]
     chosen = next((dtype for dtype in ranked if dtype not in wrong), None)
-    numbers = {
+    others = [dtype for dtype in advice.alternatives if dtype not in wrong]
+    numbers: dict[str, object] = {
         "device": facts.name,
         "compute": chosen or "nothing",
-        "alternatives": [dtype for dtype in advice.alternatives if dtype not in wrong],
+        "alternatives": others,
         "native_bf16": advice.native_bf16,
         "tensor_cores": advice.tensor_cores,
         "measured": measurements is not None,
@@ -129,21 +130,8 @@ def judge_machine(environment: Environment, measurements: Measurements | None) -
         text = f"{advice.compute} would be the dtype for {facts.name}, and gives wrong results here; {chosen} is right"
         return Finding(Level.WARNING, "VERDICT", facts.name, text, numbers, f"Pass --precision {chosen}.")
     text = f"finitune computes in {chosen} on {facts.name}. {'. '.join(advice.reasons)}"
-    return Finding(Level.NOTE, "VERDICT", facts.name, text, numbers, describe_compute_alternatives(advice, wrong))
-
-
-def describe_compute_alternatives(advice: Advice, wrong: Sequence[str]) -> str:
-    """What else would work, as a remedy."""
-    others = [dtype for dtype in advice.alternatives if dtype not in wrong]
-    return f"Nothing to do. --precision {' or '.join(others)} works, too." if others else "Nothing to do."
-
-
-def list_unread_facts(environment: Environment) -> list[Finding]:
-    """A note for each fact that could not be read."""
-    return [
-        Finding(Level.NOTE, "FACT-UNREAD", what.partition(":")[0], what, {}, "Judge the rest without it.")
-        for what in environment.unread
-    ]
+    remedy = f"Nothing to do. --precision {' or '.join(others)} works, too." if others else "Nothing to do."
+    return Finding(Level.NOTE, "VERDICT", facts.name, text, numbers, remedy)
 
 
 def build_facts_tables(environment: Environment) -> list[Table]:
@@ -159,9 +147,6 @@ def build_facts_tables(environment: Environment) -> list[Table]:
 
 def list_fact_rows(environment: Environment) -> list[tuple[str, str, str]]:
     """Each fact, its value, and its meaning."""
-    from finitune.machine.environment import to_gib
-    from finitune.machine.rules.software import find_no_gpu_reason
-
     python, machine, torch, memory = environment.python, environment.machine, environment.torch, environment.memory
     where = " ".join(filter(None, (machine.container, machine.hosted, "WSL" if machine.wsl else "")))
     built = (
@@ -182,7 +167,7 @@ def list_fact_rows(environment: Environment) -> list[tuple[str, str, str]]:
         ("swap", f"{to_gib(memory.swap_total_bytes)} GiB", "memory on the disk"),
         *((disk.place, f"{to_gib(disk.free_bytes)} GiB free", "") for disk in environment.disks),
         *((toolkit.program, toolkit.version, "does not matter for wheels") for toolkit in environment.toolkits),
-    ]  # fmt: skip
+    ]
     if memory.shm_bytes is not None:
         rows.append(("/dev/shm", f"{to_gib(memory.shm_bytes)} GiB", "between processes"))
     return rows
@@ -200,8 +185,7 @@ def format_device_row(facts: DeviceFacts, free_gib: float) -> tuple[str, str, st
 
 def probe_processes(count: int, environment: Environment, report: Report, progress: Progress) -> None:
     """Test several processes, unless there are more of them than GPUs."""
-    from finitune.machine.rules import examine_processes
-    from finitune.verbs.doctor import distributed
+    from finitune.verbs.doctor import distributed  # torch, which may not load
 
     found = examine_processes(environment, count) if count > 1 else []
     report.findings += found
@@ -211,8 +195,6 @@ def probe_processes(count: int, environment: Environment, report: Report, progre
 
 def write_doctor_bundle(path: Path, environment: Environment, report: Report, run: Path | None) -> None:
     """Write the bundle, and say what is in it."""
-    from finitune.verbs.doctor.bundle import write_bundle
-
     inside = write_bundle(path, environment, report, run)
     report.artifacts["bundle"] = str(path)
     report.add(

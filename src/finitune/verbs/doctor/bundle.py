@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 from finitune.errors import UsageError
@@ -70,16 +69,20 @@ def require_run_files(run: Path) -> list[Path]:
 
 
 def collect_run_entries(run: Path | None, redact: Redactor) -> dict[str, str]:
-    """The files of a run, redacted, by their names in the bundle."""
-    readers: dict[str, Callable[[str, Redactor], str]] = {".jsonl": redact_json_lines, ".html": redact_html_page}
-    return {
-        f"run/{path.name}": readers.get(path.suffix, redact_text)(read_text_tail(path), redact)
-        for path in (require_run_files(run) if run else ())
-    }
+    """The files of a run, redacted, by their names in the bundle; pages without their pictures."""
+    entries = {}
+    for path in require_run_files(run) if run else ():
+        text = read_text_tail(path)
+        if path.suffix == ".jsonl":
+            entries[f"run/{path.name}"] = redact_json_lines(text, redact)
+        else:
+            lines = _DATA.sub("data:,", text).splitlines(keepends=True)
+            entries[f"run/{path.name}"] = "".join(map(redact.text, lines))
+    return entries
 
 
 def read_text_tail(path: Path) -> str:
-    """The last LAST_BYTES of a text file."""
+    """The last MAX_BUNDLED_TEXT_BYTES of a text file, from the beginning of a line."""
     size = path.stat().st_size
     with path.open("rb") as file:
         file.seek(max(size - MAX_BUNDLED_TEXT_BYTES, 0))
@@ -87,29 +90,16 @@ def read_text_tail(path: Path) -> str:
     return text if size <= MAX_BUNDLED_TEXT_BYTES else text.partition("\n")[2]
 
 
-def redact_text(text: str, redact: Redactor) -> str:
-    """A text, line by line."""
-    return "".join(redact.text(line) for line in text.splitlines(keepends=True))
-
-
-def redact_html_page(text: str, redact: Redactor) -> str:
-    """A page, without its pictures."""
-    return redact_text(_DATA.sub("data:,", text), redact)
-
-
 def redact_json_lines(text: str, redact: Redactor) -> str:
     """JSON objects, one a line, each value by itself; a line that is none as text."""
-    return "".join(redact_json_line(line, redact) + "\n" for line in text.splitlines())
-
-
-def redact_json_line(line: str, redact: Redactor) -> str:
-    """A line of JSON."""
-    try:
-        return json.dumps(redact.value(json.loads(line)))
-    except ValueError:
-        return redact.text(line)
+    redacted = []
+    for line in text.splitlines():
+        try:
+            redacted.append(json.dumps(redact.value(json.loads(line))))
+        except ValueError:
+            redacted.append(redact.text(line))
+    return "".join(f"{line}\n" for line in redacted)
 
 
 def format_bundle_json(value: object) -> str:
-    """JSON for people."""
     return json.dumps(value, indent=2, default=str) + "\n"

@@ -6,18 +6,16 @@ ending stays, which says what kind of file it was. Redacting twice changes nothi
 
 from __future__ import annotations
 
+import getpass
+import os
+import platform
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_SECRET_MARK, _OUTSIDE_MARK, _PERSON_MARK, _HOST_MARK, _EMAIL_MARK = (
-    "<secret>",
-    "<outside>",
-    "<user>",
-    "<host>",
-    "<e-mail>",
-)
+_SECRET_MARK, _OUTSIDE_MARK = "<secret>", "<outside>"
+_PERSON_MARK, _HOST_MARK, _EMAIL_MARK = "<user>", "<host>", "<e-mail>"
 _SECRET_NAME_PATTERN = (
     r"(?:token|api[_-]?key|access[_-]?key|secret|password|passwd|passphrase|authorization|credentials?|cookie)"
 )
@@ -30,19 +28,7 @@ _SECRET_PATTERNS = (
     r"(?<![0-9A-Za-z])[0-9a-fA-F]{32}(?:[0-9a-fA-F]{8})?(?![0-9A-Za-z])",  # 32 or 40 digits; a SHA-256 has 64
 )
 """What keys and tokens of the services that people train with look like, whatever stands before them."""
-_ORDINARY_NAMES = {
-    "root",
-    "user",
-    "users",
-    "home",
-    "admin",
-    "ubuntu",
-    "debian",
-    "runner",
-    "localhost",
-    "nobody",
-    "local",
-}
+_COMMON_NAMES = {"root", "user", "users", "home", "admin", "ubuntu", "debian", "runner", "localhost", "nobody", "local"}
 """Logins and hosts that name nobody."""
 
 _KEY = re.compile("|".join(_SECRET_PATTERNS))
@@ -101,13 +87,15 @@ class Redactor:
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
-            return {self.text(str(name)): self._named(str(name), item) for name, item in value.items()}
+            return {
+                self.text(str(name)): _SECRET_MARK
+                if isinstance(item, str) and item and _SECRET_KEY.search(str(name))
+                else self.value(item)
+                for name, item in value.items()
+            }
         if isinstance(value, (list, tuple)):
             return [self.value(item) for item in value]
         return value
-
-    def _named(self, name: str, item: object) -> object:
-        return _SECRET_MARK if isinstance(item, str) and item and _SECRET_KEY.search(name) else self.value(item)
 
     def _numbered(self, found: re.Match[str]) -> str:
         """Devices are told apart, and no more."""
@@ -116,10 +104,6 @@ class Redactor:
 
 def build_redactor(project: Path, run: Path | None = None) -> Redactor:
     """A redactor that knows this computer: its home folders, logins and name."""
-    import getpass
-    import os
-    import platform
-
     home = Path.home()
     people = {home.name, *(os.environ.get(name, "") for name in ("USER", "USERNAME", "LOGNAME", "SUDO_USER"))}
     try:
@@ -136,7 +120,7 @@ def build_redactor(project: Path, run: Path | None = None) -> Redactor:
 
 
 def _is_name(word: str) -> bool:
-    return len(word) > 2 and word.lower() not in _ORDINARY_NAMES
+    return len(word) > 2 and word.lower() not in _COMMON_NAMES
 
 
 def _of_root(root: Path) -> re.Pattern[str]:
