@@ -209,8 +209,8 @@ def _run(verb: CliVerb, request: Any) -> Report:
     from finitune.render.terminal import TerminalProgress
 
     page = {"page": getattr(import_module(verb.page[0]), verb.page[1])} if verb.page else {}
-    if verb.asks:
-        request = replace(request, ask=get_terminal_prompt())
+    if verb.asks and sys.stdin.isatty() and sys.stderr.isatty():  # else nobody can answer
+        request = replace(request, ask=ask_on_terminal)
     with redirect_stdout(sys.stderr), TerminalProgress(_console(sys.stderr)) as bars:
         return verb.load().run(request, progress=SilentProgress() if processes.read_rank() else bars, **page)
 
@@ -264,11 +264,6 @@ def _console(stream: object) -> Console:
     from rich.console import Console
 
     return Console(file=stream, highlight=False)  # type: ignore[arg-type]
-
-
-def get_terminal_prompt() -> Callable[[Sequence[FileFix]], bool] | None:
-    """The question before files are changed, or None where nobody can answer: no terminal, or a pipe at one end."""
-    return ask_on_terminal if sys.stdin.isatty() and sys.stderr.isatty() else None
 
 
 def ask_on_terminal(fixes: Sequence[FileFix]) -> bool:

@@ -91,6 +91,15 @@ class Report:
         self.exit_code_override = error.exit_code
         return self
 
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> bool:
+        """An error of ours ends the block, and is the report's last finding."""
+        if isinstance(error, FinituneError):
+            self.fail(error)
+        return isinstance(error, FinituneError)
+
     def as_json(self) -> dict[str, object]:
         """The stable outside form: verb, ok, findings, figures, artifacts; non-finite numbers as text."""
         findings = [

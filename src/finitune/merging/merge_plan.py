@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -298,12 +298,6 @@ def build_quantised_error(key: BaseTensorKey, entry: TensorEntry) -> ModelError:
     )
 
 
-def set_fp32_tensors(plan: MergePlan, keys: set[BaseTensorKey]) -> MergePlan:
-    """The plan with some tensors in fp32."""
-    tensors = [replace(one, dtype=torch.float32) if one.key in keys else one for one in plan.tensors]
-    return replace(plan, tensors=tuple(tensors))
-
-
 def build_merge_plan_tables(plan: MergePlan, base: MergeBase, sources: Sequence[MergeInput]) -> list[Table]:
     """The plan for a person: the adapted tensors by kind, and, for a base with a map, each key's way."""
     kinds: Counter[tuple[str, ...]] = Counter()
@@ -323,15 +317,13 @@ def build_merge_plan_tables(plan: MergePlan, base: MergeBase, sources: Sequence[
     columns = ("tensors", "count", "algorithm", "strength", "dtype", "size")
     made = [Table("merge", columns, tuple(sorted(rows, key=lambda row: row[0] == "all others")))]
     if base.renames:
-        ways = ((str(key), base.known_name(key), describe_tensor_target(base, key)) for key in base)
+        ways = []
+        for key in base:
+            found = base.landing(key)
+            where = f"{found[0].component}: {', '.join(found[0].sites)} ({found[1]})" if found else "nowhere"
+            ways.append((str(key), base.known_name(key), where))
         made.append(Table("map", ("key", "known as", "lands at"), tuple(ways)))
     return made
-
-
-def describe_tensor_target(base: MergeBase, key: BaseTensorKey) -> str:
-    """Where a tensor lands, for a person."""
-    found = base.landing(key)
-    return f"{found[0].component}: {', '.join(found[0].sites)} ({found[1]})" if found else "nowhere"
 
 
 def format_torch_dtype(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from finitune.errors import UsageError
 from finitune.files.tensorfile import INDEX_SUFFIX, TensorEntry, TensorFile
-from finitune.files.writer import encode_header, require_free_disk_bytes, stage_files
+from finitune.files.writer import encode_header, stage_files
 from finitune.merging.base_model import SAFETENSORS_EXTENSION, MergeBase
 from finitune.merging.merge_plan import MergePlan, PlannedTensor
 from finitune.merging.rows import to_matrix_shape
@@ -51,10 +51,6 @@ class PendingFile:
 
     file: OutputFile
     place: Path
-
-    def list_work_units(self) -> list[PlannedTensor | PendingFile]:
-        """The pieces of work: its tensors, or itself where it is a copy."""
-        return [self] if self.file.copy_of else [replace(job, path=self.place) for job in self.file.jobs]
 
 
 def plan_output_files(
@@ -147,7 +143,8 @@ def require_usable_output(base: MergeBase, adapters: Sequence[Path], out: Path) 
     """Raise UsageError where the output would replace an input, or has a name that it cannot have."""
     inputs = [*base.sources(), base.path, *(file.path for file in base.files.values()), *adapters]
     inside = base.is_folder and base.path.resolve() in out.resolve().parents
-    if inside or any(is_same_file(out, path) for path in inputs):
+    linked = any(out.exists() and path.exists() and out.samefile(path) for path in inputs)
+    if inside or linked or out.resolve() in [path.resolve() for path in inputs]:
         raise UsageError(
             f"{out} is one of the inputs, or lies inside of one",
             code="MERGE-OUT",
@@ -172,18 +169,6 @@ def require_usable_output(base: MergeBase, adapters: Sequence[Path], out: Path) 
         )
 
 
-def is_same_file(a: Path, b: Path) -> bool:
-    """Whether two paths are one file or folder, linked or not."""
-    return a.resolve() == b.resolve() or (a.exists() and b.exists() and a.samefile(b))
-
-
-def require_disk_space(files: Sequence[OutputFile], out: Path) -> int:
-    """The bytes that will be written; raises FileError (DISK-FULL) where the disk has fewer free."""
-    needed = sum(file.size for file in files)
-    require_free_disk_bytes(out, needed, "Free some space, or write to another disk. Nothing was written.")
-    return needed
-
-
 @contextmanager
 def fill_output_files(
     files: Sequence[OutputFile],
@@ -200,7 +185,8 @@ def fill_output_files(
         for filling in fillings:
             filling.place.write_bytes(filling.file.header)
             reserve_file_space(filling.place, filling.file.size)
-        units = [unit for filling in fillings for unit in filling.list_work_units()]
+        units: list[PlannedTensor | PendingFile] = [one for one in fillings if one.file.copy_of]
+        units += [replace(job, path=one.place) for one in fillings for job in one.file.jobs]
         progress.start("merge", sum(file.size for file in files))
         with flush_periodically([filling.place for filling in fillings if filling.file.jobs]):
             changing = [unit for unit in units if isinstance(unit, PlannedTensor) and not unit.is_copy]

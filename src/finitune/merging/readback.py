@@ -61,7 +61,9 @@ def check_pending_files(fillings: Sequence[PendingFile], manner: RoundingOptions
     for filling in fillings:
         if filling.file.jobs:
             read = TensorFile(filling.place)
-            require_written_entries(read, filling)
+            found = {name: (entry.torch_dtype, entry.shape) for name, entry in read.entries.items()}
+            if found != build_output_entries(filling.file.jobs):
+                raise build_read_back_error(str(filling.file.path), "its header is not the one that was written")
             entries |= {(filling.place, name): entry for name, entry in read.entries.items()}
             jobs += [replace(job, path=filling.place) for job in filling.file.jobs]
         elif filling.place.stat().st_size != filling.file.size:
@@ -84,14 +86,6 @@ def sample_jobs_evenly(jobs: Sequence[PlannedTensor], most: int | None) -> list[
     if most is None or len(jobs) <= most:
         return list(jobs)
     return [jobs[n * len(jobs) // most] for n in range(most)]
-
-
-def require_written_entries(read: TensorFile, filling: PendingFile) -> None:
-    """Raise FileError where a file does not hold the promised names, dtypes and shapes."""
-    wanted = build_output_entries(filling.file.jobs)
-    found = {name: (entry.torch_dtype, entry.shape) for name, entry in read.entries.items()}
-    if found != wanted:
-        raise build_read_back_error(str(filling.file.path), "its header is not the one that was written")
 
 
 def has_same_end_bytes(a: TensorEntry, b: TensorEntry) -> bool:

@@ -55,18 +55,7 @@ class CopyWorker:
 
     def read_bytes(self, path: Path, begin: int, into: Tensor) -> None:
         """Fill a byte tensor from a place in a file; raises FileError where the file ends before."""
-        file = self.open(path, "rb")
-        view = memoryview(to_numpy_view(into))
-        try:
-            file.seek(begin)
-            got = 0
-            while got < len(view):
-                count: Any = file.readinto(view[got:])  # type: ignore[attr-defined]
-                if not count:
-                    raise make_truncated_file_error(path, begin + got, begin + len(view))
-                got += count
-        except OSError as error:
-            raise make_unreadable_file_error(path, error) from error
+        fill_from_file(self.open(path, "rb"), path, begin, into)
 
     def get_output_buffer(self, dtype: torch.dtype, count: int) -> Tensor:
         """Room for what is to be written: `count` elements of `dtype`."""
@@ -161,12 +150,6 @@ def to_numpy_view(tensor: Tensor) -> Any:
     return tensor.numpy()
 
 
-def count_copy_workers() -> int:
-    """As many as there are processors for this process, up to MOST_LANES."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(_MAX_COPY_WORKERS, allowed))
-
-
 def run_in_copy_workers(
     items: Sequence[_T], work: Callable[[CopyWorker, _T], _R], longest_row: int = 1, lanes: int | None = None
 ) -> list[_R]:
@@ -196,8 +179,10 @@ def run_in_copy_workers(
         finally:
             lane.close()
 
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = max(1, min(len(items), lanes or min(_MAX_COPY_WORKERS, allowed)))
     with keep_torch_threads():
-        threads = [threading.Thread(target=run) for _ in range(max(1, min(len(items), lanes or count_copy_workers())))]
+        threads = [threading.Thread(target=run) for _ in range(count)]
         try:
             for thread in threads:
                 thread.start()
@@ -264,13 +249,20 @@ def reserve_file_space(path: Path, size: int) -> None:
 def read_whole_tensor(entry: TensorEntry) -> Tensor:
     """One whole tensor in fp64, in its own shape; raises FileError where the file has shrunk."""
     raw = torch.empty(entry.size_bytes, dtype=torch.uint8)
-    with ExitStack() as stack:
-        file = stack.enter_context(entry.path.open("rb", buffering=0))
-        file.seek(entry.begin)
-        view, got = memoryview(to_numpy_view(raw)), 0
-        while got < len(view):
-            count: Any = file.readinto(view[got:])  # type: ignore[attr-defined]
-            if not count:
-                raise make_truncated_file_error(entry.path, entry.begin + got, entry.begin + len(view))
-            got += count
+    with entry.path.open("rb", buffering=0) as file:
+        fill_from_file(file, entry.path, entry.begin, raw)
     return raw.view(entry.torch_dtype).double().reshape(entry.shape)
+
+
+def fill_from_file(file: Any, path: Path, begin: int, into: Tensor) -> None:
+    """Fill a byte tensor from a place in an unbuffered file; raises FileError where the file ends before."""
+    view, got = memoryview(to_numpy_view(into)), 0
+    try:
+        file.seek(begin)
+        while got < len(view):
+            count = file.readinto(view[got:])
+            if not count:
+                raise make_truncated_file_error(path, begin + got, begin + len(view))
+            got += count
+    except OSError as error:
+        raise make_unreadable_file_error(path, error) from error

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from finitune.adapters import find_algorithm
-from finitune.adapters.convert import ConvertedAdapter, Exactness, convert_adapter_to_lora
+from finitune.adapters.convert import Exactness, convert_adapter_to_lora
 from finitune.adapters.core import AdapterSet, SiteAdapter
-from finitune.errors import AdapterError, FinituneError, UsageError
+from finitune.errors import AdapterError, UsageError
 from finitune.merging.adapterfile import (
     ExpectedAdapter,
     OpenedAdapter,
@@ -92,11 +92,8 @@ class AdapterConversion:
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Read, convert, write, read back, compare; the report has the class of the conversion and its errors."""
-    report = Report("convert")
-    try:
+    with Report("convert") as report:
         convert_adapter_file(request, report)
-    except FinituneError as error:
-        return report.fail(error)
     return report
 
 
@@ -157,17 +154,23 @@ def require_valid_convert_rank(request: Request) -> None:
 
 
 def convert_algorithm(adapter: AdapterSet, model: TargetModel, request: Request) -> AdapterConversion:
-    """The adapter as the asked algorithm; raises AdapterError with the site where that is impossible."""
+    """The adapter as the asked algorithm; raises AdapterError with the site where that is impossible.
+
+    Where a change depends on the base, its LoRA is made of the model's own weight and bias, in fp64.
+    """
     if request.as_algorithm is None:
         return AdapterConversion(adapter, adapter, Exactness.LOSSLESS)
     sites, references, klass, error = {}, {}, Exactness.LOSSLESS, 0.0
     for site, one in adapter.sites.items():
         on_base = needs_base_weight(one, request.to)
+        weight, bias = (model.weight(site), model.bias(site)) if on_base else (None, None)
         try:
-            lora = (
-                convert_to_lora_on_base(site, one, model, request.rank)
-                if on_base
-                else convert_to_lora(one, request.rank)
+            lora = convert_adapter_to_lora(
+                one,
+                rank=request.rank,
+                base=None if weight is None else weight.double(),
+                bias=None if bias is None else bias.double(),
+                without_magnitude=on_base,
             )
         except AdapterError as failure:
             failure.subject = failure.subject or site
@@ -186,23 +189,6 @@ def needs_base_weight(adapter: SiteAdapter, to: TargetSpelling) -> bool:
     """
     unsayable = adapter.magnitude is not None and adapter.magnitude.side == "in" and to in ("diffusers", "peft")
     return unsayable or not find_algorithm(adapter.algorithm).additive
-
-
-def convert_to_lora(adapter: SiteAdapter, rank: int | None) -> ConvertedAdapter:
-    """The LoRA of a change that depends on no weight."""
-    return convert_adapter_to_lora(adapter, rank=rank)
-
-
-def convert_to_lora_on_base(site: str, adapter: SiteAdapter, model: TargetModel, rank: int | None) -> ConvertedAdapter:
-    """The LoRA of what an adapter changes of the model's own weight and bias, in fp64."""
-    weight, bias = model.weight(site), model.bias(site)
-    return convert_adapter_to_lora(
-        adapter,
-        rank=rank,
-        base=None if weight is None else weight.double(),
-        bias=None if bias is None else bias.double(),
-        without_magnitude=True,
-    )
 
 
 def require_lossy_allowed(change: AdapterConversion, request: Request) -> None:

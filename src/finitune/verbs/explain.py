@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from finitune.codes import CodePage, normalise_code, read_code_pages
-from finitune.errors import FinituneError, UsageError, suggest_nearest_name
+from finitune.errors import UsageError, suggest_nearest_name
 from finitune.progress import Progress
 from finitune.report import Report, Table
 
@@ -21,29 +21,18 @@ class Request:
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Tell the page of a code, or list the codes that begin with these words."""
-    report = Report("explain")
-    try:
+    with Report("explain") as report:
         known, wanted = read_code_pages(), normalise_code(request.code)
         if wanted in known:
-            report.figures.update(build_code_figures(known[wanted]))
+            page = asdict(known[wanted])  # without what it does not have
+            report.figures |= {k: list(v) if isinstance(v, tuple) else v for k, v in page.items() if v}
         else:
-            table = build_code_table(find_codes_by_prefix(wanted, known))
+            found = find_codes_by_prefix(wanted, known)
+            rows = tuple((page.code, ", ".join(page.level), page.title) for page in found)
+            table = Table("codes", ("code", "level", "title"), rows)
             report.figures[table.title] = table.as_dicts()
             report.tables.append(table)
-    except FinituneError as error:
-        return report.fail(error)
     return report
-
-
-def build_code_figures(page: CodePage) -> dict[str, object]:
-    """A page as figures, without what it does not have."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(page).items() if value}
-
-
-def build_code_table(found: Iterable[CodePage]) -> Table:
-    """One line for each page."""
-    rows = tuple((page.code, ", ".join(page.level), page.title) for page in found)
-    return Table("codes", ("code", "level", "title"), rows)
 
 
 def find_codes_by_prefix(wanted: str, known: Mapping[str, CodePage]) -> list[CodePage]:

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Literal
 
-from finitune.errors import FinituneError, ModelError, UsageError
+from finitune.errors import ModelError, UsageError
 from finitune.merging.adapterfile import (
     OutputFormat,
     build_site_receipt,
@@ -72,12 +72,9 @@ class Request(RankOptions):
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Compare, decompose, write, read back; figures of the ranks and errors, and of all that was left out."""
-    report = Report("extract")
-    try:
+    with Report("extract") as report:
         cut = require_rank_cut(request.rank, request.energy, "extract BASE TUNED")
         extract_adapter_file(request, request.to_extract_options(cut), report, progress)
-    except FinituneError as error:
-        return report.fail(error)
     return report
 
 

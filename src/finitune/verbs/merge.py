@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 from cyclopts import Parameter
 
-from finitune.errors import AdapterError, FileError, FinituneError, UsageError
+from finitune.errors import AdapterError, FileError, UsageError
 from finitune.files.tensorfile import TensorEntry, TensorFile
-from finitune.files.writer import clear_stale_files
+from finitune.files.writer import clear_stale_files, require_free_disk_bytes
 from finitune.merging.adapterfile import open_adapter
 from finitune.merging.base_model import MergeBase, open_merge_base, read_key_renames
 from finitune.merging.combine import CombineRequest, combine_adapter_files
@@ -22,9 +23,8 @@ from finitune.merging.merge_plan import (
     MergePlan,
     build_merge_plan_tables,
     make_merge_plan,
-    set_fp32_tensors,
 )
-from finitune.merging.output import fill_output_files, plan_output_files, require_disk_space, require_usable_output
+from finitune.merging.output import fill_output_files, plan_output_files, require_usable_output
 from finitune.merging.pairing import TargetModel
 from finitune.merging.readback import ReadBackResult, check_pending_files, require_read_back_match
 from finitune.merging.rows import find_rounder_class, to_matrix_shape
@@ -91,10 +91,6 @@ class Request(RankOptions, AmbiguityRequest):
             )
         return named
 
-    def rounding_options(self) -> RoundingOptions:
-        """How numbers are rounded; raises UsageError for a rounding that we do not have."""
-        return RoundingOptions(find_rounder_class(self.rounding), self.seed)
-
     def least_survival(self) -> float:
         """The share of a change that must be left; raises UsageError where it is none."""
         if 0 < self.min_survival <= 1:
@@ -109,34 +105,39 @@ class Request(RankOptions, AmbiguityRequest):
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Read all headers, plan, stream, read back, put in place."""
-    report = Report("merge")
     start = time.perf_counter()
-    try:
+    with Report("merge") as report:
         if is_adapter_file(NamedAdapter.parse(request.model).file):
-            return merge_into_adapter(request, report)
-        require_no_rank_cut(request)
-        merge_into_model(request, report, progress or SilentProgress())
-    except FinituneError as error:
-        return report.fail(error)
-    report.figures["wall_s"] = round(time.perf_counter() - start, 3)
+            merge_into_adapter(request, report)
+        else:
+            require_no_rank_cut(request)
+            merge_into_model(request, report, progress or SilentProgress())
+            report.figures["wall_s"] = round(time.perf_counter() - start, 3)
     return report
 
 
 def merge_into_model(request: Request, report: Report, progress: Progress) -> None:
     """The merge into a model; findings, figures and artifacts go to the report. Raises FinituneError."""
-    manner, named, least = request.rounding_options(), request.named(), request.least_survival()
+    named, least = request.named(), request.least_survival()
+    manner = RoundingOptions(find_rounder_class(request.rounding), request.seed)
     base = open_merge_base(resolve_model_path(request.model), read_key_renames(request.map) if request.map else None)
     require_usable_output(base, [one.file for one in named], request.out)
     state = base.state()
-    report_left_out_weights(base, report)
+    if base.left_out:
+        names = ", ".join(str(path.relative_to(base.path)) for path in base.left_out[:3])
+        message = f"{len(base.left_out)} other forms of the weights are not copied: {names}"
+        report.add(Level.NOTE, "MERGE-LEFT-OUT", str(base.path), message, files=len(base.left_out))
     model = TargetModel.of(base)
     sources = [open_merge_source(one, model, request, report) for one in named]
     plan = make_checked_merge_plan(base, sources, request, report)
     plan, known = estimate_merge_survival(plan, request, manner, report)
     report.tables.extend(build_merge_plan_tables(plan, base, sources))
-    metadata = build_merge_metadata(base, named, plan)
+    receipts = [(base.path.name, base.fingerprint())]
+    receipts += [(f"{one.path.name}:{one.strength:g}", TensorFile(one.file).fingerprint()) for one in named]
+    metadata = {RECEIPT_METADATA_KEY: Receipt("merge", tuple(receipts), "one rounding").text()}
     files = plan_output_files(base, plan, request.out, request.shard_size, metadata)
-    report.figures["bytes"] = require_disk_space(files, request.out)
+    report.figures["bytes"] = size = sum(file.size for file in files)
+    require_free_disk_bytes(request.out, size, "Free some space, or write to another disk. Nothing was written.")
     if request.dry_run:
         survivals = {str(one.key): found for one in plan.adapted if (found := known.get(one.entry))}
         report_delta_survival(report, survivals, least, _PRECISION_REMEDY)
@@ -228,22 +229,8 @@ def estimate_merge_survival(
             f"{len(faint)} tensors are stored in fp32: in their own format less than {least:.0%} of the change is left"
         )
         report.add(Level.NOTE, "MERGE-KEPT-PRECISE", str(min(faint, key=str)), message, tensors=len(faint))
-    return set_fp32_tensors(plan, faint), {p.entry: known[p.entry] for p in adapted if p.key not in faint}
-
-
-def build_merge_metadata(base: MergeBase, named: Sequence[NamedAdapter], plan: MergePlan) -> dict[str, str]:
-    """What the output's metadata says of how it came about."""
-    sources = [(base.path.name, base.fingerprint())]
-    sources += [(f"{one.path.name}:{one.strength:g}", TensorFile(one.file).fingerprint()) for one in named]
-    return {RECEIPT_METADATA_KEY: Receipt("merge", tuple(sources), "one rounding").text()}
-
-
-def report_left_out_weights(base: MergeBase, report: Report) -> None:
-    """Say which other forms of the weights a folder holds, and that the output will not."""
-    if base.left_out:
-        names = ", ".join(str(path.relative_to(base.path)) for path in base.left_out[:3])
-        message = f"{len(base.left_out)} other forms of the weights are not copied: {names}"
-        report.add(Level.NOTE, "MERGE-LEFT-OUT", str(base.path), message, files=len(base.left_out))
+    tensors = tuple(replace(one, dtype=torch.float32) if one.key in faint else one for one in plan.tensors)
+    return replace(plan, tensors=tensors), {p.entry: known[p.entry] for p in adapted if p.key not in faint}
 
 
 def require_base_unchanged(base: MergeBase, state: dict[Path, tuple[int, int]]) -> None:
@@ -295,7 +282,7 @@ def is_adapter_file(path: Path) -> bool:
     return 2 * sum(role not in ("weight", "alpha", "scalar") for role in roles) > len(names)
 
 
-def merge_into_adapter(request: Request, report: Report) -> Report:
+def merge_into_adapter(request: Request, report: Report) -> None:
     """The sum of adapters, as an adapter."""
     first = NamedAdapter.parse(request.model)
     files = tuple((one.file, one.strength) for one in [first, *request.named()])
@@ -309,7 +296,6 @@ def merge_into_adapter(request: Request, report: Report) -> Report:
         answers=request.answers(),
     )
     combine_adapter_files(combination, report)
-    return report
 
 
 def require_no_rank_cut(request: Request) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from finitune.adapters import AdapterSet
-from finitune.errors import FinituneError, UsageError
+from finitune.errors import UsageError
 from finitune.merging.adapterfile import (
     build_site_receipt,
     build_site_table,
@@ -49,11 +49,8 @@ class Request(RankOptions, AmbiguityRequest):
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Read, cut in factor space, write, read back, compare; figures of the ranks and errors."""
-    report = Report("resize")
-    try:
+    with Report("resize") as report:
         resize_adapter_file(request, require_rank_cut(request.rank, request.energy, "resize FILE"), report)
-    except FinituneError as error:
-        return report.fail(error)
     return report
 
 
