@@ -29,7 +29,7 @@ class SubsetOptions(ConfigSection):
 
     num_repeats: int = Field(default=1, ge=1)
     """How often each picture is shown in an epoch; 1 is once."""
-    caption_extension: str | None = None
+    caption_extension: str | None = Field(default=None, examples=[".txt"])
     """The ending of caption files; left out, `.txt` and `.caption` are looked for."""
     shuffle_caption: bool = False
     """Shuffle the tags of a caption, anew for each variant."""
@@ -66,7 +66,7 @@ class SubsetOptions(ConfigSection):
     """Vary hue and gamma a little; the latents are then made in each step."""
     random_crop: bool = False
     """Crop anywhere instead of in the middle; the latents are then made in each step."""
-    face_crop_aug_range: tuple[float, float] | None = None
+    face_crop_aug_range: tuple[float, float] | None = Field(default=None, examples=[[2.0, 4.0]])
     """Not supported: a crop around a face, whose place the file name tells."""
     alpha_mask: bool = False
     """Take the picture's transparency as the mask of the loss."""
@@ -74,9 +74,9 @@ class SubsetOptions(ConfigSection):
     """Ours: the colour behind transparent parts."""
     resize_interpolation: (
         Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area", "box"] | None
-    ) = None
+    ) = Field(default=None, examples=["lanczos"])
     """How pictures are resized; left out: area to shrink, Lanczos to enlarge."""
-    custom_attributes: dict[str, object] | None = None
+    custom_attributes: dict[str, object] | None = Field(default=None, examples=[{"from": "my camera"}])
     """Free text for other programs; has no effect."""
 
 
@@ -85,7 +85,7 @@ class DatasetOptions(SubsetOptions):
 
     resolution: ResolutionOption = 1024
     """The area of a picture in pixels, as a side length or [width, height]."""
-    batch_size: int | None = Field(default=None, ge=1)
+    batch_size: int | None = Field(default=None, ge=1, examples=[2])
     """Pictures in a micro-batch; left out: train_batch_size."""
     enable_bucket: bool = True
     """Sort pictures by their shape instead of cropping all to one. kohya's default is false."""
@@ -101,24 +101,24 @@ class DatasetOptions(SubsetOptions):
     """The strength of the adapter while it learns from this dataset."""
     validation_split: UnitShare = Field(default=0.0, ge=0, lt=1)
     """The share of pictures kept out of training, to measure the loss on."""
-    validation_seed: int | None = None
+    validation_seed: int | None = Field(default=None, examples=[0])
     """Seed of that choice; left out: the run's seed."""
-    skip_image_resolution: ResolutionOption | None = None
+    skip_image_resolution: ResolutionOption | None = Field(default=None, examples=[768])
     """Pictures up to this area are left out, as they were trained at another resolution."""
 
 
 class Subset(SubsetOptions):
     """A folder of pictures: one [[datasets.subsets]]."""
 
-    image_dir: Path | None = None
+    image_dir: Path | None = Field(default=None, examples=["pictures"])
     """The folder with pictures."""
-    metadata_file: Path | None = None
+    metadata_file: Path | None = Field(default=None, examples=["captions.json"])
     """A JSON file of captions by picture, in place of caption files ("fine-tuning" subsets)."""
-    conditioning_data_dir: Path | None = None
+    conditioning_data_dir: Path | None = Field(default=None, examples=["masks"])
     """A folder with a mask for each picture, under the same name: white learns, black does not."""
     is_reg: bool = False
     """Regularisation pictures: each counts prior_loss_weight, and they are repeated to match the others."""
-    class_tokens: str | None = None
+    class_tokens: str | None = Field(default=None, examples=["1girl, solo"])
     """The caption of pictures without a caption file."""
     cache_info: bool = False
     """Has no effect: sizes are read from headers each time, in a moment."""

@@ -1,4 +1,4 @@
-"""What an option holds: said in words, and taken from a document, kindly where the meaning is certain.
+"""What an option holds, said in words and taken kindly from a document; where it belongs; what others call it.
 
 pydantic would take "yes" for true and true for 1 without a word. Here a value is looked at first: a number or a truth
 value in quotes and a whole number written as 528.0 are taken, and that is said; everything else must be of the kind
@@ -14,16 +14,21 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
+from rapidfuzz import fuzz, process
 
-from finitune.config.datasets import ConfigSection, Dataset, DatasetOptions, Subset, SubsetOptions
+from finitune.config.datasets import ConfigSection, Dataset, DatasetOptions, Subset
 from finitune.config.schema import CONFIG_SECTION_NAMES, TrainConfig
 from finitune.errors import suggest_nearest_name
+from finitune.package_data import read_package_toml
 
 NUMBER_AS_TEXT_CODE = "CONFIG-NUMBER-AS-TEXT"
 _FLOAT_AS_INT_CODE = "CONFIG-FLOAT-AS-INT"
 _BOOLEAN_BY_WORD = {"true": True, "false": False}
 _PHRASE_BY_TYPE = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 _PLURAL_BY_TYPE = {int: "whole numbers", float: "numbers", str: "texts", Path: "paths"}
+_FOREIGN_NAMES_PATH = Path(__file__).with_name("foreign_names.toml")
+_MIN_NAME_SIMILARITY = 75
+"""How like two names must be, in percent of their letters, for one to be a misspelling of the other."""
 _PHRASE_BY_BOUND = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -83,7 +88,7 @@ def list_union_members(kind: Any) -> list[Any]:
 
 
 def coerce_option_value(kind: Any, value: Any) -> tuple[Any, str]:
-    """A value as its type wants it, and the code of what was put right ("" where nothing was); raises Unfit."""
+    """A value as its type wants it, and the code of what was put right, "" if nothing; raises OptionTypeError."""
     chosen = choose_union_member(list_union_members(kind), value)
     origin, arguments = get_origin(chosen), get_args(chosen)
     if origin is Literal:
@@ -118,7 +123,7 @@ def choose_union_member(kinds: Sequence[Any], value: Any) -> Any:
 
 
 def check_option_choice(value: Any, choices: Sequence[str]) -> str:
-    """One of the fixed words; raises Unfit (CONFIG-CHOICE)."""
+    """One of the fixed words; raises OptionTypeError (CONFIG-CHOICE)."""
     if value not in choices:
         near = suggest_nearest_name(value.casefold(), choices).strip() if isinstance(value, str) else ""
         raise OptionTypeError("CONFIG-CHOICE" if isinstance(value, str) else "CONFIG-TYPE", near)
@@ -194,51 +199,6 @@ def freeze_option_value(value: Any) -> Any:
     return value
 
 
-_MIN_NAME_SIMILARITY = 75
-"""How like two names must be, in percent of their letters, for one to be a misspelling of the other."""
-
-_OPTION_BY_FOREIGN_NAME = {
-    "accumulate_grad_batches": "gradient_accumulation_steps",
-    "alpha": "network_alpha",
-    "algo": "algorithm",
-    "base_model": "pretrained_model_name_or_path",
-    "blocks_to_swap": "offload_blocks",
-    "caption_ext": "caption_extension",
-    "compile": "torch_compile",
-    "dim": "network_dim",
-    "dora_wd": "dora",
-    "dtype": "precision",
-    "epochs": "max_train_epochs",
-    "fp8_base": "storage",
-    "grad_clip": "max_grad_norm",
-    "linear": "network_dim",
-    "linear_alpha": "network_alpha",
-    "lr": "learning_rate",
-    "max_timestep": "max_sigma",
-    "metadata_trigger_phrase": "trigger_phrase",
-    "min_timestep": "min_sigma",
-    "mixed_precision": "precision",
-    "model": "pretrained_model_name_or_path",
-    "network_args": "algorithm",
-    "network_module": "algorithm",
-    "optimizer": "optimizer_type",
-    "prompts": "sample_prompts",
-    "rank": "network_dim",
-    "repeats": "num_repeats",
-    "reso": "resolution",
-    "save_last_n_epochs": "save_last_n",
-    "save_last_n_steps": "save_last_n",
-    "save_model_as": "save_as",
-    "scheduler": "lr_scheduler",
-    "steps": "max_train_steps",
-    "train_data_dir": "image_dir",
-    "unbalanced_factorization": "unbalanced",
-    "unet_lr": "learning_rate",
-    "warmup_steps": "lr_warmup_steps",
-}
-"""Our names of options that other programs, or people in a hurry, call otherwise."""
-
-
 class OptionPlacement(NamedTuple):
     """The levels at which an option may stand, as headers of tables."""
 
@@ -281,8 +241,6 @@ def find_nearest_name(name: str, known: Iterable[str]) -> str | None:
     >>> find_nearest_name("learing_rate", ["learning_rate", "lr_scheduler"])
     'learning_rate'
     """
-    from rapidfuzz import fuzz, process
-
     match = process.extractOne(name.casefold(), list(known), scorer=fuzz.ratio, score_cutoff=_MIN_NAME_SIMILARITY)
     return match[0] if match else None
 
@@ -291,15 +249,7 @@ def guess_meant_option(name: str, siblings: Iterable[str]) -> OptionPlacement | 
     """The option that an unknown name stands for: a sibling first, then what others call so, then any."""
     option = (
         find_nearest_name(name, siblings)
-        or _OPTION_BY_FOREIGN_NAME.get(name)
-        or find_nearest_name(name, list_config_options())
+        or next((ours for ours, names in read_package_toml(_FOREIGN_NAMES_PATH).items() if name in names), None)
+        or find_nearest_name(name, sorted({one for kind in SECTION_BY_HEADER.values() for one in kind.model_fields}))
     )
     return find_option_placement(option) if option else None
-
-
-def list_config_options() -> list[str]:
-    """Every option once."""
-    return sorted(
-        {option for section in SECTION_BY_HEADER.values() for option in section.model_fields}
-        | set(SubsetOptions.model_fields)
-    )

@@ -6,7 +6,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import tomlkit
+from tomlkit.items import Table
 
 from finitune.config.datasets import ConfigSection, get_stated_options
 from finitune.config.imported_config import ImportedConfig
@@ -23,9 +26,6 @@ from finitune.config.toml_text import (
 )
 from finitune.errors import UsageError
 from finitune.report import Finding, Level
-
-if TYPE_CHECKING:
-    from tomlkit.items import Table
 
 _MARKER_KEYS_BY_PROGRAM = {
     "kohya's scripts": ("pretrained_model_name_or_path", "network_module", "dataset_config", "train_data_dir"),
@@ -139,8 +139,6 @@ def dump_config(config: TrainConfig) -> str:
 
     Of datasets and subsets only what was written down: the rest they have from the level above.
     """
-    import tomlkit
-
     document = tomlkit.document()
     for name in (*CONFIG_SECTION_NAMES, "general"):
         document.append(name, build_toml_table(dict(getattr(config, name))))
@@ -165,8 +163,6 @@ def get_stated_option_values(section: ConfigSection) -> dict[str, Any]:
 
 def build_toml_table(options: Mapping[str, Any]) -> Table:
     """Options as a table of TOML, None left out."""
-    import tomlkit
-
     table = tomlkit.table()
     for name, value in options.items():
         if name == "optimizer_args" and has_none_inside(value):

@@ -32,19 +32,19 @@ LrSchedulerName = Literal[
 class ModelSection(ConfigSection):
     """The base model; it is never changed."""
 
-    pretrained_model_name_or_path: str
+    pretrained_model_name_or_path: str = Field(examples=["pico-anima"])
     """`pico-anima`, a diffusers folder, or the file of the diffusion transformer."""
-    qwen3: Path | None = None
+    qwen3: Path | None = Field(default=None, examples=["qwen3.safetensors"])
     """The text encoder's file, where the model is a file."""
-    vae: Path | None = None
+    vae: Path | None = Field(default=None, examples=["vae.safetensors"])
     """The VAE's file, where the model is a file."""
-    tokenizers: Path | None = None
+    tokenizers: Path | None = Field(default=None, examples=["tokenizers"])
     """Ours: a folder with `tokenizer` and `t5_tokenizer`, where the model is a file."""
     device: str = "auto"
     """Ours: where to compute: `auto` takes the first GPU if there is one, else the CPU."""
     precision: PrecisionMode = "auto"
     """Ours: how to compute; `auto` takes what holds on this machine and says why."""
-    plan: Path | None = None
+    plan: Path | None = Field(default=None, examples=["plan.toml"])
     """Ours: a precision plan, as `finitune plan` writes it, for planned-half."""
     storage: Literal["auto", "fp16", "bf16", "fp32", "fp8"] = "auto"
     """Ours: how the frozen weights are held in memory; `auto` is the dtype of the arithmetic."""
@@ -59,9 +59,9 @@ class NetworkSection(ConfigSection):
     """The rank."""
     network_alpha: float = Field(default=16.0, ge=0)
     """The scale is alpha / rank. kohya's default is 1; 0 means the rank, as there."""
-    conv_dim: int | None = Field(default=None, ge=0)
+    conv_dim: int | None = Field(default=None, ge=0, examples=[8])
     """The rank of convolutions with a kernel; 0 leaves them out; left out: network_dim."""
-    conv_alpha: float | None = Field(default=None, ge=0)
+    conv_alpha: float | None = Field(default=None, ge=0, examples=[8.0])
     """Their alpha; left out: network_alpha."""
     dora: bool = False
     """Ours: learn magnitudes beside the change (DoRA). LyCORIS: dora_wd."""
@@ -85,7 +85,7 @@ class NetworkSection(ConfigSection):
     """The share of ranks that are dropped for a sample."""
     module_dropout: UnitShare = Field(default=0.0, ge=0, lt=1)
     """The share of steps in which a module goes without its adapter."""
-    scale_weight_norms: float | None = Field(default=None, gt=0)
+    scale_weight_norms: float | None = Field(default=None, gt=0, examples=[1.0])
     """The largest norm of a module's change; larger ones are scaled down after each step."""
     exclude_patterns: tuple[str, ...] = ()
     """Regular expressions of whole module names, of the checkpoint's or diffusers' spelling, that get no adapter,
@@ -104,7 +104,7 @@ class NetworkSection(ConfigSection):
     """Train the text conditioner (kohya: llm_adapter), too."""
     train_text_encoder: bool = False
     """Ours: train Qwen3, too. kohya: without network_train_unet_only."""
-    network_weights: Path | None = None
+    network_weights: Path | None = Field(default=None, examples=["earlier.safetensors"])
     """An adapter file to start from."""
 
 
@@ -154,11 +154,11 @@ class OptimizerSection(ConfigSection):
     """Its arguments."""
     learning_rate: float = Field(default=1e-4, ge=0)
     """The learning rate; 1 for Prodigy and other optimisers that find it themselves."""
-    text_encoder_lr: float | None = Field(default=None, ge=0)
+    text_encoder_lr: float | None = Field(default=None, ge=0, examples=[1e-5])
     """That of the text encoder."""
-    llm_adapter_lr: float | None = Field(default=None, ge=0)
+    llm_adapter_lr: float | None = Field(default=None, ge=0, examples=[1e-5])
     """That of the text conditioner."""
-    loraplus_lr_ratio: float | None = Field(default=None, gt=0)
+    loraplus_lr_ratio: float | None = Field(default=None, gt=0, examples=[4.0])
     """LoRA+: how much larger the rate of up factors (LoHa: w2_a, LoKr: w1) is."""
     lr_scheduler: LrSchedulerName = "constant"
     """The course of the learning rate."""
@@ -172,16 +172,16 @@ class OptimizerSection(ConfigSection):
     """For cosine_with_min_lr: the last rate as a share of the first."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """The norm to which the gradient is cut; 0 is no cut."""
-    ema_decay: float | None = Field(default=None, gt=0, lt=1)
+    ema_decay: float | None = Field(default=None, gt=0, lt=1, examples=[0.99])
     """Ours: save a moving average of the adapter, with this decay for each step."""
 
 
 class TrainingSection(ConfigSection):
     """How long, how much at once, and how it fits."""
 
-    max_train_steps: int | None = Field(default=None, ge=1)
+    max_train_steps: int | None = Field(default=None, ge=1, examples=[DEFAULT_TRAIN_STEPS])
     """Optimiser steps; 1600 if nothing is said."""
-    max_train_epochs: int | None = Field(default=None, ge=1)
+    max_train_epochs: int | None = Field(default=None, ge=1, examples=[10])
     """Epochs, in place of steps."""
     train_batch_size: int = Field(default=1, ge=1)
     """Pictures in a micro-batch on each device, where a dataset does not say."""
@@ -195,7 +195,7 @@ class TrainingSection(ConfigSection):
     """kohya: blocks_to_swap. Hold this many blocks of the denoiser in main memory, one of them on the GPU at a time."""
     torch_compile: bool = False
     """Compile the denoiser's blocks."""
-    cache_dir: Path | None = None
+    cache_dir: Path | None = Field(default=None, examples=["cache"])
     """Ours: where latents and texts are kept between runs; left out: a folder `cache` in the output folder."""
     qwen3_max_token_length: int = Field(default=512, ge=1, le=4096)
     """Tokens of a caption that Qwen3 is given."""
@@ -228,15 +228,15 @@ class GuardSection(ConfigSection):
 class SavingSection(ConfigSection):
     """What is written, and when."""
 
-    output_dir: Path
+    output_dir: Path = Field(examples=["runs/first"])
     """The folder of the run."""
     output_name: str = "adapter"
     """The name of adapter files."""
-    save_every_n_steps: int | None = Field(default=None, ge=1)
+    save_every_n_steps: int | None = Field(default=None, ge=1, examples=[200])
     """Optimiser steps between two files."""
-    save_every_n_epochs: int | None = Field(default=None, ge=1)
+    save_every_n_epochs: int | None = Field(default=None, ge=1, examples=[1])
     """Epochs between two files."""
-    save_last_n: int | None = Field(default=None, ge=1)
+    save_last_n: int | None = Field(default=None, ge=1, examples=[3])
     """Ours: how many files and states to keep; the last is always kept."""
     save_state: bool = True
     """Write the state of the run with each file, to resume from."""
@@ -255,9 +255,9 @@ class SavingSection(ConfigSection):
 class PreviewSection(ConfigSection):
     """Pictures drawn on the way, with fixed prompts and seeds."""
 
-    sample_every_n_steps: int | None = Field(default=None, ge=1)
+    sample_every_n_steps: int | None = Field(default=None, ge=1, examples=[200])
     """Optimiser steps between previews."""
-    sample_every_n_epochs: int | None = Field(default=None, ge=1)
+    sample_every_n_epochs: int | None = Field(default=None, ge=1, examples=[1])
     """Epochs between previews."""
     sample_at_first: bool = False
     """Draw before the first step; where there are others, that is done anyhow, to measure the time."""
@@ -269,7 +269,7 @@ class PreviewSection(ConfigSection):
     """Guidance."""
     sample_seed: int = 0
     """Seed of the noise of the first prompt; the next ones count on."""
-    sample_size: str | None = None
+    sample_size: str | None = Field(default=None, examples=["1024x1024"])
     """WIDTHxHEIGHT; left out: the model's own."""
 
     @property
@@ -281,13 +281,13 @@ class PreviewSection(ConfigSection):
 class ValidationSection(ConfigSection):
     """The loss on pictures kept out, at fixed sigmas and fixed noise."""
 
-    validate_every_n_steps: int | None = Field(default=None, ge=1)
+    validate_every_n_steps: int | None = Field(default=None, ge=1, examples=[200])
     """Optimiser steps between two measurements."""
-    validate_every_n_epochs: int | None = Field(default=None, ge=1)
+    validate_every_n_epochs: int | None = Field(default=None, ge=1, examples=[1])
     """Epochs between two; once an epoch if there are pictures to measure on and nothing is said."""
     validation_sigmas: tuple[float, ...] = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95)
     """Ours: the sigmas."""
-    max_validation_steps: int | None = Field(default=None, ge=1)
+    max_validation_steps: int | None = Field(default=None, ge=1, examples=[8])
     """The largest number of pictures to measure on."""
 
 
@@ -296,7 +296,7 @@ class LoggingSection(ConfigSection):
 
     log_with: Literal["none", "tensorboard"] = "none"
     """TensorBoard needs its package: pip install tensorboard."""
-    logging_dir: Path | None = None
+    logging_dir: Path | None = Field(default=None, examples=["logs"])
     """Where TensorBoard's files go; left out: `logs` in the output folder."""
     report: bool = True
     """Ours: write report.html into the output folder."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -21,51 +21,6 @@ _TEMPLATE_INTRODUCTION = """\
 """
 _TEMPLATE_TABLE_ORDER = ("model", "general", "datasets", *CONFIG_SECTION_NAMES[1:])
 """Tables in the order in which people need them."""
-
-_REQUIRED_OPTION_EXAMPLES: dict[str, Any] = {
-    "pretrained_model_name_or_path": "pico-anima",
-    "output_dir": "runs/first",
-    "image_dir": "pictures",
-}
-"""The options that must be given."""
-EXAMPLE_BY_OPTION: dict[str, Any] = {
-    "batch_size": 2,
-    "cache_dir": "cache",
-    "caption_extension": ".txt",
-    "class_tokens": "1girl, solo",
-    "conditioning_data_dir": "masks",
-    "conv_alpha": 8.0,
-    "conv_dim": 8,
-    "custom_attributes": {"from": "my camera"},
-    "ema_decay": 0.99,
-    "face_crop_aug_range": [2.0, 4.0],
-    "llm_adapter_lr": 1e-5,
-    "logging_dir": "logs",
-    "loraplus_lr_ratio": 4.0,
-    "max_train_epochs": 10,
-    "max_train_steps": 1600,
-    "max_validation_steps": 8,
-    "metadata_file": "captions.json",
-    "network_weights": "earlier.safetensors",
-    "plan": "plan.toml",
-    "qwen3": "qwen3.safetensors",
-    "resize_interpolation": "lanczos",
-    "sample_every_n_epochs": 1,
-    "sample_every_n_steps": 200,
-    "sample_size": "1024x1024",
-    "save_every_n_epochs": 1,
-    "save_every_n_steps": 200,
-    "save_last_n": 3,
-    "scale_weight_norms": 1.0,
-    "skip_image_resolution": 768,
-    "text_encoder_lr": 1e-5,
-    "tokenizers": "tokenizers",
-    "vae": "vae.safetensors",
-    "validate_every_n_epochs": 1,
-    "validate_every_n_steps": 200,
-    "validation_seed": 0,
-}
-"""Values of options that are left out by default."""
 
 
 def build_config_template() -> str:
@@ -132,13 +87,12 @@ def iterate_section_lines(name: str) -> Iterator[str]:
 
 
 def format_option_line(option: str, field: FieldInfo) -> str:
-    """The option as a line of TOML; commented out unless it must be given."""
-    if option in _REQUIRED_OPTION_EXAMPLES:
-        return f"{option} = {make_toml_item(_REQUIRED_OPTION_EXAMPLES[option]).as_string()}"
-    default = field.get_default(call_default_factory=True)
-    if default is None:
-        return f"#{option} = {make_toml_item(EXAMPLE_BY_OPTION[option]).as_string()}  # example"
-    return f"#{option} = {make_toml_item(default).as_string()}"
+    """The option as a line of TOML; commented out unless it must be given, as a folder of pictures must."""
+    must = field.is_required() or option == "image_dir"
+    default = None if must else field.get_default(call_default_factory=True)
+    value = (field.examples or [None])[0] if default is None else default
+    line = f"{option} = {make_toml_item(value).as_string()}"
+    return line if must else f"#{line}" + ("  # example" if default is None else "")
 
 
 def format_option_default(field: FieldInfo) -> str:

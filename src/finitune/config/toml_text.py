@@ -2,6 +2,9 @@
 
 tomlkit parses it (the standard library has a parser from Python 3.11 on only). A parsed document does not know its
 lines, so a small scanner reads the text once more: strings, comments and brackets are all it has to tell apart.
+
+Two slips can be mended in the text, which keeps its comments: a number in quotes, and a misspelled key. Both change one
+line, and are offered only where the text, read again, says what was meant and nothing else.
 """
 
 from __future__ import annotations
@@ -10,14 +13,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from finitune.errors import UsageError
+import tomlkit
+from tomlkit.exceptions import KeyAlreadyPresent, TOMLKitError
+from tomlkit.items import Item
+
+from finitune.errors import FinituneError, UsageError
 from finitune.files.sniff import PEEK_BYTES, get_file_size, is_safetensors_start, make_unreadable_file_error
-
-if TYPE_CHECKING:
-    from tomlkit.items import Item
-from finitune.errors import FinituneError
 
 TomlKeyPath = tuple[str | int, ...]
 KeyLocator = Callable[[TomlKeyPath], int | None]
@@ -96,16 +99,13 @@ def make_binary_file_error(path: Path, start: bytes) -> UsageError:
 
 def parse_toml_text(text: str, path: Path) -> dict[str, Any]:
     """The document of a TOML text; raises UsageError (CONFIG-SYNTAX, CONFIG-FOREIGN)."""
-    import tomlkit
-    from tomlkit.exceptions import TOMLKitError
-
     try:
         return tomlkit.parse(text).unwrap()
     except RecursionError:
         raise make_toml_syntax_error(path, "it is nested too deeply", (1, 0), text) from None
     except TOMLKitError as error:
         again = find_repeated_key(text)
-        if again and "already" in str(error):
+        if again and any(isinstance(one, KeyAlreadyPresent) for one in (error, error.__cause__)):
             key, first, line = again
             what = f"{key} stands on line {first} already"
             raise make_toml_syntax_error(
@@ -203,8 +203,6 @@ def split_dotted_key(dotted: str) -> list[str]:
 
 def make_toml_item(value: Any) -> Item:
     """A plain value as an item of TOML, tables in one line; paths are text, and what is None is left out."""
-    import tomlkit
-
     if isinstance(value, Mapping):
         table = tomlkit.inline_table()
         for name, inner in value.items():
@@ -255,9 +253,6 @@ def change_toml_line(text: str, line: int, found: str, change: Any, old: TomlKey
 
 def read_toml_leaves(text: str) -> dict[TomlKeyPath, Any] | None:
     """Every value of a TOML by its path; None for text that is no TOML."""
-    import tomlkit
-    from tomlkit.exceptions import TOMLKitError
-
     try:
         document = tomlkit.parse(text).unwrap()
     except (TOMLKitError, FinituneError, RecursionError, ValueError):
