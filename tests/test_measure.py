@@ -16,6 +16,7 @@ from torch import Tensor
 
 from finitune.machine.measuring.attention_backends import (
     ATTENTION_GRADIENTS_OP,
+    MASKED_ROW_OP,
     AttentionBackend,
     check_masked_row,
     compute_reference_attention,
@@ -24,7 +25,7 @@ from finitune.machine.measuring.attention_backends import (
     make_forward_operation,
     make_gradient_operation,
 )
-from finitune.machine.measuring.findings import MASKED_ROW_OP, judge_operation_results
+from finitune.machine.measuring.findings import judge_operation_results
 from finitune.machine.measuring.measurements import Measurements, measure_device
 from finitune.machine.measuring.operations import (
     CONVOLUTION_OP,
@@ -230,9 +231,10 @@ def test_blk_05_a_masked_row_is_nan_where_attention_is_written_by_hand():
         logits = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         return (logits + mask if mask.dtype != torch.bool else logits.masked_fill(~mask, -math.inf)).softmax(-1) @ v
 
-    assert check_masked_row(by_hand, torch.float32, CPU) == "NaN"
-    assert check_masked_row(F.scaled_dot_product_attention, torch.float32, CPU) == "finite"
-    assert check_masked_row(compute_reference_attention, torch.float32, CPU) == ""  # takes no mask
+    ways = (by_hand, F.scaled_dot_product_attention, compute_reference_attention)
+    nan, finite, none = (check_masked_row(AttentionBackend("", way), "fp32", CPU) for way in ways)
+    assert math.isnan(nan.error or 0.0) and finite.error == 0.0
+    assert none.error is None and none.failure == "takes no mask here"
     found = found_in(*(OperationResult(MASKED_ROW_OP, "by hand", dtype, error=math.nan) for dtype in ("bf16", "fp16")))
     assert codes(found) == ["SDPA-MASKED-ROWS"] and found[0].evidence == {"dtypes": ["bf16", "fp16"]}
     assert not found_in(OperationResult(MASKED_ROW_OP, "sdpa math", "fp16", error=0.0))

@@ -26,6 +26,7 @@ class Facts:
     room: float | None = 8.0
     need: float = 12.0
     system: str = "Linux"
+    size: tuple[int, int] = (1, 2)
     names: frozenset[str] = frozenset({"lora", "lokr"})
     part: Part | None = Part("torch", "2.9.1+cu130")
     variables: dict[str, str] = field(default_factory=lambda: {"A": "1"})
@@ -55,6 +56,8 @@ def matches(condition: Any, facts: Any = FACTS) -> list[dict[str, object]]:
         {"room": {"below": {"field": "need"}}},
         {"names": {"has": "lora"}},
         {"names": {"has": ["loha", "lokr"], "lacks": ["oft", "boft"]}},
+        {"size": [1, 2]},
+        {"size": {"below": [1, 3]}},
         {"part.version": {"version": ">=2.9,<2.10"}},
         {"variables.A": "1", "variables.B": {"holds": False}},
         {"all": [{"system": "Linux"}, {"not": {"room": 1}}]},
@@ -112,6 +115,13 @@ def test_a_rule_tells_its_fields_and_keeps_words_out_of_the_evidence():
         Finding(Level.NOTE, "X-Y", name, text, {"system": "Linux", "name": name, "source": source}, f"Leave {name}.")
         for name, text, source in [("a", "a is big on Linux", "here"), ("b", "b is odd on Linux", "there")]
     ]
+
+
+def test_a_rule_is_asked_of_each_item():
+    entry = {"level": "note", "code": "X", "subject": "{name}", "each": "parts", "text": "", "fields": {"name": "name"}}
+    rule = parse_rule({**entry, "when": {"version": {"version": "<2"}}}, {})
+    facts = {"parts": [Part("a"), Part("b", "2.1"), Part("c")]}
+    assert [finding.subject for finding in evaluate_rules([rule], facts)] == ["a", "c"]
 
 
 def test_errors_come_first_and_rules_keep_their_order():

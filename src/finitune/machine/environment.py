@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from finitune.machine.hardware import Capability, DeviceFacts
+from finitune.machine.hardware import Advice, Capability, DeviceFacts, advise, has_kernels
 
 GIB = 1 << 30
 
@@ -71,6 +71,26 @@ class Device:
     free_bytes: int | None
     mig: bool
     ecc: bool | None
+
+
+@dataclass(frozen=True)
+class DeviceKindView:
+    """A kind of device as rules look at it: its facts, and what follows from them."""
+
+    facts: DeviceFacts
+
+    @property
+    def advice(self) -> Advice:
+        return advise(self.facts)
+
+    @property
+    def reason(self) -> str:
+        """Why the advised dtype is the one."""
+        return self.advice.reasons[0]
+
+    @property
+    def runs(self) -> bool:
+        return has_kernels(self.facts)
 
 
 @dataclass(frozen=True)
@@ -195,6 +215,11 @@ class Environment:
     def package(self, name: str) -> Package | None:
         """The package of that name, where it is installed."""
         return next((package for package in self.packages if package.name == name), None)
+
+    @property
+    def kinds(self) -> tuple[DeviceKindView, ...]:
+        """One device of each kind."""
+        return tuple(map(DeviceKindView, dict.fromkeys(device.facts for device in self.devices)))
 
     @property
     def gpus(self) -> int:

@@ -20,6 +20,8 @@ is a table of a TOML file, or a `Rule` made in Python:
 - the name of a Python predicate, or {call = "name", ...} with arguments for it. A predicate takes the facts and returns
   whether it holds, or the fields for the texts, or several of these: one finding each.
 
+`each = "packages"` asks `when` of every item at that path, and reads `fields` from it.
+
 Subject, text and remedy name fields in braces. Fields are the finding's evidence, except those of `WORD_FIELDS`: words
 are told and are no numbers. A field named `source` stands for the rule's own. What is wrong in a file (a key, a test, a
 predicate, a level) is a ValueError when it is read; a path that facts do not have is an AttributeError, except that
@@ -35,7 +37,7 @@ from typing import Any
 
 from finitune.package_data import read_package_toml
 from finitune.report import Finding, Level
-from finitune.rules.conditions import Predicate, iterate_matches, parse_condition, read_fact
+from finitune.rules.conditions import Fields, Predicate, iterate_matches, parse_condition, read_fact
 
 WORD_FIELDS = ("what", "do")
 
@@ -52,17 +54,21 @@ class Rule:
     remedy: str = ""
     source: str = ""
     fields: Mapping[str, str | float] = field(default_factory=dict)
+    each: str = ""
 
     def find(self, facts: Any) -> Iterator[Finding]:
         """A finding for each match."""
-        for match in iterate_matches(self.when(facts)):
-            given = {n: read_fact(facts, v) if isinstance(v, str) else v for n, v in self.fields.items()}
-            fields = given | dict(match)
-            subject, text, remedy = (part.format(**fields) for part in (self.subject, self.text, self.remedy))
-            evidence = {name: value for name, value in fields.items() if name not in WORD_FIELDS}
-            if self.source:
-                evidence.setdefault("source", self.source)
-            yield Finding(self.level, self.code, subject, text, evidence, remedy)
+        for item in read_fact(facts, self.each) if self.each else [facts]:
+            given = {n: read_fact(item, v) if isinstance(v, str) else v for n, v in self.fields.items()}
+            yield from (self.tell(given | dict(match)) for match in iterate_matches(self.when(item)))
+
+    def tell(self, fields: Fields) -> Finding:
+        """The finding with these fields."""
+        subject, text, remedy = (part.format(**fields) for part in (self.subject, self.text, self.remedy))
+        evidence = {name: value for name, value in fields.items() if name not in WORD_FIELDS}
+        if self.source:
+            evidence.setdefault("source", self.source)
+        return Finding(self.level, self.code, subject, text, evidence, remedy)
 
 
 def evaluate_rules(rules: Iterable[Rule], facts: Any) -> list[Finding]:

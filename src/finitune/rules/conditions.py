@@ -45,9 +45,14 @@ def parse_entry(key: str, value: Any, predicates: Mapping[str, Predicate]) -> Co
     tests = value if isinstance(value, Mapping) else {"is": value}
     if unknown := set(tests) - set(TESTS):
         raise ValueError(f"{key}: no test {', '.join(map(repr, sorted(unknown)))}")
-    return lambda facts: iterate_matches(
-        all(TESTS[name](read_fact(facts, key), read_operand(facts, operand)) for name, operand in tests.items())
-    )
+    operands = {name: tuple(operand) if isinstance(operand, list) else operand for name, operand in tests.items()}
+
+    def holds(facts: Any) -> bool:
+        value = read_fact(facts, key)
+        given = {n: read_fact(facts, o["field"]) if isinstance(o, Mapping) else o for n, o in operands.items()}
+        return all(TESTS[name](value, operand) for name, operand in given.items())
+
+    return lambda facts: iterate_matches(holds(facts))
 
 
 def match_all(parts: Iterable[Condition], facts: Any) -> Iterator[Fields]:
@@ -75,11 +80,6 @@ def read_fact(facts: Any, path: str) -> Any:
     return value
 
 
-def read_operand(facts: Any, operand: Any) -> Any:
-    """What a test compares with: a value as it stands, or another fact."""
-    return read_fact(facts, operand["field"]) if isinstance(operand, Mapping) else operand
-
-
 def compare_known(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     """A comparison that nothing unknown passes."""
     return lambda value, limit: value is not None and limit is not None and compare(value, limit)
@@ -87,7 +87,7 @@ def compare_known(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], b
 
 def has_any(value: Collection[Any] | None, wanted: Any) -> bool:
     """Whether a collection (or a text) has one of the wanted."""
-    return any(item in (value or ()) for item in (wanted if isinstance(wanted, list) else [wanted]))
+    return any(item in (value or ()) for item in (wanted if isinstance(wanted, tuple) else [wanted]))
 
 
 def is_version_in(version: str | None, specifier: str) -> bool:

@@ -19,13 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finitune.machine.measuring.operations import compute_with_gradients
-from finitune.machine.measuring.trial import Operation, OperationShape, describe_operation_error, make_normal_tensor
+from finitune.machine.measuring.trial import (
+    MEASURED_DTYPES,
+    Operation,
+    OperationResult,
+    OperationShape,
+    describe_operation_error,
+    make_normal_tensor,
+)
 from finitune.numerics.attention import half_attention
 
 DEFAULT_SDPA_NAME = "torch's choice"
 """`scaled_dot_product_attention` left to itself."""
 AttentionCallable = Callable[..., Tensor]
-ATTENTION_OP, ATTENTION_GRADIENTS_OP = "attention", "attention and gradients"
+ATTENTION_OP, ATTENTION_GRADIENTS_OP, MASKED_ROW_OP = "attention", "attention and gradients", "fully masked row"
 
 
 @dataclass(frozen=True)
@@ -187,21 +194,24 @@ def make_gradient_operation(
     )
 
 
-def check_masked_row(attend: AttentionCallable, dtype: torch.dtype, device: torch.device) -> str:
-    """What a query gives whose keys are all masked, by a bool mask and by one of -inf: 'finite' or 'NaN'; '' where
-    no mask is taken.
+def check_masked_row(backend: AttentionBackend, dtype: str, device: torch.device) -> OperationResult:
+    """What a query gives whose keys are all masked, by a bool mask and by one of -inf: an error of 0 if it is finite,
+    of NaN if not; a failure where no mask is taken.
 
     Softmax over nothing is 0/0; the empty caption of a padded batch is where it happens (pytorch #103749).
     """
-    q, k, v = (tensor.to(device) for tensor in make_attention_inputs((1, 16, 16, 64), dtype))
+    number = MEASURED_DTYPES[dtype]
+    q, k, v = (tensor.to(device) for tensor in make_attention_inputs((1, 16, 16, 64), number))
     seen = torch.ones(16, 16, dtype=torch.bool, device=device)
     seen[3] = False
-    hidden = torch.zeros(16, 16, dtype=dtype, device=device).masked_fill_(~seen, -math.inf)
+    hidden = torch.zeros(16, 16, dtype=number, device=device).masked_fill_(~seen, -math.inf)
     try:
-        outs = [attend(q, k, v, mask) for mask in (seen, hidden)]
+        assert backend.attend is not None
+        outs = [backend.attend(q, k, v, mask) for mask in (seen, hidden)]
     except Exception:
-        return ""
-    return "finite" if all(bool(out.isfinite().all()) for out in outs) else "NaN"
+        return OperationResult(MASKED_ROW_OP, backend.name, dtype, failure="takes no mask here")
+    finite = all(bool(out.isfinite().all()) for out in outs)
+    return OperationResult(MASKED_ROW_OP, backend.name, dtype, error=0.0 if finite else math.nan)
 
 
 def _flops(shape: OperationShape) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from finitune.machine.measuring.attention_backends import (
     ATTENTION_GRADIENTS_OP,
     ATTENTION_OP,
+    MASKED_ROW_OP,
     AttentionBackend,
     AttentionCallable,
     check_masked_row,
@@ -26,7 +27,7 @@ from finitune.machine.measuring.attention_backends import (
     make_forward_operation,
     make_gradient_operation,
 )
-from finitune.machine.measuring.findings import MASKED_ROW_OP, judge_operation_results
+from finitune.machine.measuring.findings import judge_operation_results
 from finitune.machine.measuring.operations import (
     CONVOLUTION_OP,
     FP32_ONLY_OPS,
@@ -42,7 +43,6 @@ from finitune.machine.measuring.trial import (
     MEASURED_DTYPES,
     Operation,
     OperationResult,
-    OperationShape,
     check_operation,
     format_operation_rate,
     format_operation_shape,
@@ -54,6 +54,8 @@ from finitune.report import Finding, Table
 
 _MEASURING_STAGE = "measuring"
 HEAD_SIZES = (64, 128)
+ATTENTION_LADDER = ((2, 256), (4, 512), (8, 1024), (16, 4096))  # heads and tokens
+ODD_ATTENTION_SHAPES = ((2, 33, 40), (1, 64, 77), (2, 65, 129))  # heads, queries, keys
 COPY_BYTES_BY_DEVICE = {"cpu": 2**25}
 DEFAULT_COPY_BYTES = 2**28
 
@@ -110,7 +112,8 @@ class Measurements:
             if row.rate is not None and (
                 row.op == "copy" or (row.op in RATED_OPS and row.variant in ("", SCALED_HALF_OP.variant))
             ):
-                figures[_figure_name(row)] = float(f"{row.rate:.4g}")
+                words = (row.op, row.variant, "gb_per_s") if row.op == "copy" else (row.op, row.dtype, "tflops")
+                figures["_".join(words).replace(",", "").replace(" ", "_")] = float(f"{row.rate:.4g}")
         for dtype in MEASURED_DTYPES:
             if fastest := self.fastest_attention(dtype):
                 figures[f"attention_{dtype}_fastest"] = fastest
@@ -194,7 +197,9 @@ def _rows(
     yield from measure_copies(device, 0.1, COPY_BYTES_BY_DEVICE.get(device.type, DEFAULT_COPY_BYTES))
     for backend in backends:
         if backend.takes_mask:
-            yield from (run_keeping_warnings(partial(_masked, backend, dtype, device)) for dtype in MEASURED_DTYPES)
+            yield from (
+                run_keeping_warnings(partial(check_masked_row, backend, dtype, device)) for dtype in MEASURED_DTYPES
+            )
 
 
 def _attention(
@@ -203,26 +208,14 @@ def _attention(
     """Forward, then with gradients, at both head sizes; the first row alone where the back end does not run."""
     for dtype in MEASURED_DTYPES:
         for size in HEAD_SIZES:
-            how = f"{name}, head {size}", _ladder(size), _odd_shapes(size)
+            ladder = tuple((heads, tokens, tokens, size) for heads, tokens in ATTENTION_LADDER)
+            shapes = tuple((heads, queries, keys, size) for heads, queries, keys in ODD_ATTENTION_SHAPES)
+            how = f"{name}, head {size}", ladder, shapes
             row = tried(make_forward_operation(attend, *how), dtype, 0.05)
             yield row
             if row.failure:
                 break
             yield tried(make_gradient_operation(attend, *how), dtype, 0.05)
-
-
-def _masked(backend: AttentionBackend, dtype: str, device: torch.device) -> OperationResult:
-    outcome = check_masked_row(backend.attend, MEASURED_DTYPES[dtype], device) if backend.attend else ""
-    row = OperationResult(MASKED_ROW_OP, backend.name, dtype, error=float("nan") if outcome == "NaN" else 0.0)
-    return row if outcome else replace(row, error=None, failure="takes no mask here")
-
-
-def _ladder(size: int) -> tuple[OperationShape, ...]:
-    return ((2, 256, 256, size), (4, 512, 512, size), (8, 1024, 1024, size), (16, 4096, 4096, size))
-
-
-def _odd_shapes(size: int) -> tuple[OperationShape, ...]:
-    return ((2, 33, 40, size), (1, 64, 77, size), (2, 65, 129, size))
 
 
 def _tried(
@@ -233,13 +226,6 @@ def _tried(
     if row.failure or time.perf_counter() > deadline:
         return row
     return run_keeping_warnings(partial(time_operation, row, operation, device, budget_s))
-
-
-def _figure_name(row: OperationResult) -> str:
-    """'product_fp16_tflops', 'copy_to_the_device_pinned_gb_per_s'."""
-    unit = "gb_per_s" if row.op == "copy" else "tflops"
-    words = (row.op, row.variant if row.op == "copy" else row.dtype, unit)
-    return "_".join(words).replace(",", "").replace(" ", "_")
 
 
 def _cell(row: OperationResult) -> str:

@@ -11,7 +11,6 @@ from packaging.utils import canonicalize_name
 
 from finitune.machine.environment import Environment, Package
 from finitune.machine.hardware import has_kernels, parse_version_parts
-from finitune.machine.rules.devices import list_distinct_devices
 from finitune.rules.conditions import Fields, is_version_in
 
 _OWN_PACKAGE = "finitune"
@@ -34,7 +33,7 @@ def find_cards_below(
     found = environment.package(package)
     if not found or not is_version_in(found.version, versions):
         return
-    for device, _ in list_distinct_devices(environment):
+    for device in environment.kinds:
         facts = device.facts
         if facts.capability and facts.capability < tuple(capability):
             name = f"{found.name} {found.version}"
@@ -45,7 +44,7 @@ def find_extensions_without_kernels(environment: Environment) -> Iterator[Fields
     """Packages that say for which cards they were built, and a card that is none of them."""
     for package in environment.packages:
         archs = tuple(arch for built in package.built_archs for arch in to_torch_archs(built))
-        for device, _ in list_distinct_devices(environment):
+        for device in environment.kinds:
             if archs and not has_kernels(replace(device.facts, arch_list=archs)):
                 yield {
                     "package": f"{package.name} {package.version}",
@@ -135,15 +134,10 @@ def find_unmet_requirements(environment: Environment, ours: bool) -> Iterator[Fi
             }
 
 
-def find_damaged_packages(environment: Environment) -> Iterator[Fields]:
-    yield from ({"package": package.name} for package in environment.packages if not package.version)
-
-
 PREDICATES = (
     find_package_pair,
     find_cards_below,
     find_extensions_without_kernels,
     find_mismatched_extensions,
     find_unmet_requirements,
-    find_damaged_packages,
 )
