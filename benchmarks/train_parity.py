@@ -28,7 +28,7 @@ from finitune.models.pico import STREAM_EXPONENT, STREAM_WRITERS
 from finitune.numerics import simulate
 from finitune.report import Report
 from finitune.training import events
-from finitune.training.schedules import set_learning_rates
+from finitune.training.optimizers import set_learning_rates
 from finitune.training.train_state import TrainingRun
 from finitune.verbs.train import iter_train_events
 from finitune.verbs.train.prepare import open_prepared_run

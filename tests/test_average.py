@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finitune.training.ema import Ema
+from finitune.training.optimizers import Ema
 
 
 @settings(deadline=None, max_examples=30)

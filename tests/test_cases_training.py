@@ -16,9 +16,8 @@ from finitune.config.schema import GuardSection, ObjectiveSection
 from finitune.errors import NumericsError
 from finitune.report import Finding, Level
 from finitune.training.guard import GuardAction, StepEvidence, TrainingGuard, find_first_nonfinite, require_fp32_masters
-from finitune.training.no_training_detector import NoTrainingDetector, compute_fingerprints
 from finitune.training.objective import compute_sample_losses
-from finitune.training.running_loss import RunningLoss
+from finitune.training.telemetry import NoTrainingDetector, RunningLoss, compute_fingerprints
 
 NAN = math.nan
 OK, SKIP, QUARANTINE, ROLLBACK, STOP = GuardAction

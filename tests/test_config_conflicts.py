@@ -21,7 +21,7 @@ from finitune.config.schema import TrainConfig
 from finitune.config.template import build_config_template
 from finitune.report import Finding, Level
 from finitune.rules import Rule
-from finitune.training.optimizer_names import SELF_TUNING_OPTIMIZERS as TRULY_SELF_TUNED
+from finitune.training.optimizer_classes import SELF_TUNING_OPTIMIZERS as TRULY_SELF_TUNED
 from tests.conflict_cases import CASES as SETTINGS
 from tests.conflict_cases_data import CASES as DATA
 

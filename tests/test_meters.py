@@ -12,9 +12,15 @@ from hypothesis import strategies as st
 from torch import nn
 
 from finitune.report import Finding, Level
-from finitune.training.no_training_detector import NO_TRAINING_CHECK_UPDATES, NoTrainingDetector, compute_fingerprints
-from finitune.training.running_loss import RunningLoss
-from finitune.training.spikes import MIN_SPIKE_HISTORY, SpikeDetector, compute_robust_zscore
+from finitune.training.telemetry import (
+    MIN_SPIKE_HISTORY,
+    NO_TRAINING_CHECK_UPDATES,
+    NoTrainingDetector,
+    RunningLoss,
+    SpikeDetector,
+    compute_fingerprints,
+    compute_robust_zscore,
+)
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=32)
 
@@ -268,5 +274,5 @@ def test_a_fingerprint_takes_any_dtype_and_stride(dtype: torch.dtype):
 def test_a_long_fingerprint_is_that_of_its_pieces(monkeypatch: pytest.MonkeyPatch):
     tensor = torch.randn(100)
     whole = compute_fingerprints([tensor])
-    monkeypatch.setattr("finitune.training.no_training_detector._FINGERPRINT_CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr("finitune.training.telemetry._FINGERPRINT_CHUNK_ELEMENTS", 7)
     assert compute_fingerprints([tensor]) == whole

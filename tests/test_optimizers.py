@@ -12,8 +12,8 @@ from torch import Tensor
 
 from finitune.config.schema import OptimizerSection
 from finitune.errors import UsageError
-from finitune.training.checkpoint import get_random_states, restore_random_states
-from finitune.training.optimizer_names import (
+from finitune.training.checkpoint import decode_state_tree, encode_state_tree, get_random_states, restore_random_states
+from finitune.training.optimizer_classes import (
     BITSANDBYTES_OPTIMIZERS,
     KOHYA_OPTIMIZERS,
     REASON_BY_REFUSED_OPTIMIZER,
@@ -23,9 +23,7 @@ from finitune.training.optimizer_names import (
     list_pytorch_optimizer_classes,
     normalize_optimizer_name,
 )
-from finitune.training.optimizers import OptimizerHandle, build_param_groups, make_optimizer
-from finitune.training.schedules import set_learning_rates
-from finitune.training.state_codec import decode_state_tree, encode_state_tree
+from finitune.training.optimizers import OptimizerHandle, build_param_groups, make_optimizer, set_learning_rates
 
 NEEDS_CUDA = {
     *BITSANDBYTES_OPTIMIZERS,

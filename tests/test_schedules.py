@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.optimization import get_cosine_with_min_lr_schedule_with_warmup
 
 from finitune.config.schema import OptimizerSection
-from finitune.training.schedules import compute_warmup_steps, make_rate_factor, set_learning_rates
+from finitune.training.optimizers import compute_warmup_steps, make_rate_factor, set_learning_rates
 
 NAMES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
 RATE = 3e-4

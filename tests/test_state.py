@@ -20,6 +20,8 @@ from finitune.errors import AdapterError, FileError, FinituneError, NumericsErro
 from finitune.report import Level
 from finitune.training.checkpoint import (
     RunState,
+    decode_state_tree,
+    encode_state_tree,
     find_last_state,
     get_random_states,
     iterate_state_folders,
@@ -29,7 +31,6 @@ from finitune.training.checkpoint import (
     save_run_state,
 )
 from finitune.training.manifest import TrainingManifest
-from finitune.training.state_codec import decode_state_tree, encode_state_tree
 
 SHAPES = {"a.down": (2, 3), "a.up": (3, 2), "b.down": (2, 3), "b.up": (3, 2)}
 MANIFEST = TrainingManifest(

@@ -14,7 +14,7 @@ import json, os, random, signal, sys, time
 from pathlib import Path
 import torch
 from finitune.training.manifest import TrainingManifest
-from finitune.training.atomic_folder import clean_run_folder
+from finitune.training.run_folder import clean_run_folder
 from finitune.training.checkpoint import (
     RunState, find_last_state, load_run_state, save_run_state, iterate_state_folders
 )

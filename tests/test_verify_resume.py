@@ -9,8 +9,7 @@ import pytest
 from finitune.cli import main
 from finitune.config.read import dump_config
 from finitune.report import Report
-from finitune.training.ema import Ema
-from finitune.training.optimizers import OptimizerHandle
+from finitune.training.optimizers import Ema, OptimizerHandle
 from finitune.training.train_state import TrainState
 from finitune.training.validation import HeldOutValidation
 from finitune.verbs.verify_resume import Request, run

@@ -11,7 +11,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +23,7 @@ from finitune.errors import FinituneError
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 600
+SECONDS_BEHIND_A_FAILURE = 60
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,27 @@ def launched(duty: Callable[[Path], Any], place: Path, world: int = 2) -> list[D
         )
         for rank in range(world)
     ]
-    try:
-        said = [process.communicate(timeout=SECONDS) for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    with ThreadPoolExecutor(world) as listening:
+        said = [listening.submit(process.communicate) for process in started]
+        try:
+            wait_for_all(started)
+        finally:
+            for process in started:
+                process.kill()
     return [
         Done(process.returncode, json.loads(out) if out else None, err)
-        for process, (out, err) in zip(started, said, strict=True)
+        for process, (out, err) in zip(started, (one.result() for one in said), strict=True)
     ]
+
+
+def wait_for_all(started: list[subprocess.Popen[str]]) -> None:
+    """Wait for processes, and not for long once one has failed: the others are to miss it. What is left is killed."""
+    end = time.monotonic() + SECONDS
+    failed = False
+    while any(process.poll() is None for process in started) and time.monotonic() < end:
+        if not failed and any(process.poll() for process in started):
+            failed, end = True, time.monotonic() + SECONDS_BEHIND_A_FAILURE
+        time.sleep(0.02)
 
 
 def main() -> None:

@@ -17,4 +17,9 @@ def read_rank() -> int:
 
 def read_local_world_size() -> int:
     """How many there are on this machine, at least."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or int(os.environ.get("LOCAL_RANK", "0")) + 1)
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or read_local_rank() + 1)
+
+
+def read_local_rank() -> int:
+    """Which of those on this machine this one is, from 0."""
+    return int(os.environ.get("LOCAL_RANK", "0"))

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,13 +29,77 @@ from finitune.errors import FileError, FinituneError, NumericsError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors, write_text
 from finitune.report import Finding, Level
-from finitune.training.atomic_folder import open_staged_folder
 from finitune.training.manifest import TrainingManifest, find_manifest_changes, require_same_manifest
-from finitune.training.state_codec import decode_state_tree, encode_state_tree
+from finitune.training.run_folder import STATE_FOLDER_SUFFIX, open_staged_folder
+
+_Json = Any
+
+
+def encode_state_tree(tree: object, path: str, tensors: dict[str, Tensor]) -> _Json:
+    """`tree` as JSON; its tensors go into `tensors`, under names that begin with `path`.
+
+    Takes None, booleans, integers, floats, text, dtypes, tensors of any dtype, and lists, tuples, deques and
+    dictionaries of them. Raises TypeError for anything else: better than a state that is not whole.
+    """
+    if tree is None or isinstance(tree, (bool, int, str)):
+        return tree
+    if isinstance(tree, float):
+        return float(tree) if math.isfinite(tree) else {"$float": repr(float(tree))}
+    if isinstance(tree, Tensor):
+        name = path
+        while name in tensors:
+            name += "'"
+        tensors[name] = tree.detach()
+        return {"$tensor": name}
+    if isinstance(tree, torch.dtype):
+        return {"$dtype": str(tree).removeprefix("torch.")}
+    if isinstance(tree, Mapping):
+        return encode_state_mapping(tree, path, tensors)
+    if isinstance(tree, (list, tuple, deque)):
+        items = [encode_state_tree(item, f"{path}/{index}", tensors) for index, item in enumerate(tree)]
+        if isinstance(tree, deque):
+            return {"$deque": items, "maxlen": tree.maxlen}
+        return {"$tuple": items} if isinstance(tree, tuple) else items
+    raise TypeError(f"{path}: {type(tree).__name__} has no form in a state")
+
+
+def encode_state_mapping(tree: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> _Json:
+    """A dictionary as a JSON object where its keys are plain text, else as a list of pairs."""
+    if all(isinstance(key, str) and not key.startswith("$") for key in tree):
+        return {key: encode_state_tree(value, f"{path}/{key}", tensors) for key, value in tree.items()}
+    pairs = [
+        [encode_state_tree(key, f"{path}/key", tensors), encode_state_tree(value, f"{path}/{key}", tensors)]
+        for key, value in tree.items()
+    ]
+    return {"$dict": pairs}
+
+
+def decode_state_tree(form: _Json, tensors: Mapping[str, Tensor]) -> Any:
+    """The tree that `flatten` took apart. Raises KeyError where a tensor or a form is not known."""
+    if isinstance(form, list):
+        return [decode_state_tree(item, tensors) for item in form]
+    if not isinstance(form, dict):
+        return form
+    mark = next(iter(form), "")
+    if mark.startswith("$"):
+        return _DECODER_BY_MARK[mark](form, tensors)
+    return {key: decode_state_tree(value, tensors) for key, value in form.items()}
+
+
+_DECODER_BY_MARK: dict[str, Callable[[dict[str, Any], Mapping[str, Tensor]], Any]] = {
+    "$float": lambda form, tensors: float(form["$float"]),
+    "$tensor": lambda form, tensors: tensors[form["$tensor"]],
+    "$dtype": lambda form, tensors: getattr(torch, form["$dtype"]),
+    "$tuple": lambda form, tensors: tuple(decode_state_tree(form["$tuple"], tensors)),
+    "$deque": lambda form, tensors: deque(decode_state_tree(form["$deque"], tensors), maxlen=form["maxlen"]),
+    "$dict": lambda form, tensors: {
+        decode_state_tree(key, tensors): decode_state_tree(value, tensors) for key, value in form["$dict"]
+    },
+}
+
 
 _STATE_FORMAT_VERSION = 1
 STATE_TENSORS_NAME, STATE_JSON_NAME, STATE_CHECKSUMS_NAME = "tensors.safetensors", "state.json", "SHA256SUMS"
-STATE_FOLDER_SUFFIX = "-state"
 _HASH_CHUNK_BYTES = 1 << 20
 _STATE_PARTS = ("adapter", "optimizer", "average", "facts", "rng")
 

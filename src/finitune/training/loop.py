@@ -33,9 +33,9 @@ from finitune.training.guard import (
     make_preview_failed_finding,
     require_fp32_masters,
 )
-from finitune.training.no_training_detector import compute_fingerprints
-from finitune.training.schedules import set_learning_rates
+from finitune.training.optimizers import set_learning_rates
 from finitune.training.step import StepGradient
+from finitune.training.telemetry import compute_fingerprints
 from finitune.training.train_state import TrainingRun, TrainState
 from finitune.training.trial_step import PeakMemoryTracker
 from finitune.training.validation import average_sigma_losses

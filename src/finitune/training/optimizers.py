@@ -1,7 +1,11 @@
-"""The optimiser of a run: made by name over groups of fp32 parameters, each with a learning rate of its own."""
+"""What an update is made of: the optimiser over groups of fp32 parameters, learning rates, and the moving average.
+
+The course of the learning rate is a pure function of the step: nothing to save, nothing to resume wrongly.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -9,12 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from finitune.config.schema import OptimizerSection
 from finitune.errors import UsageError
-from finitune.training.ema import hold_parameter_values
-from finitune.training.optimizer_args import check_optimizer_arguments, make_half_state_error
-from finitune.training.optimizer_names import SELF_TUNING_OPTIMIZERS, find_optimizer
+from finitune.training.optimizer_classes import (
+    SELF_TUNING_OPTIMIZERS,
+    check_optimizer_arguments,
+    find_optimizer,
+    make_half_state_error,
+)
 
 OptimizerParamGroup = dict[str, Any]
 """`params` (list of parameters), `lr` and `base_lr` (the rate at factor 1), and `name`."""
@@ -199,3 +207,153 @@ def require_trainable_parameters(groups: list[OptimizerParamGroup]) -> None:
     narrow = {str(parameter.dtype) for parameter in parameters if parameter.dtype != torch.float32}
     if narrow:
         raise make_half_state_error(f"parameters of {', '.join(sorted(narrow))}", {"dtypes": sorted(narrow)})
+
+
+RateFactor = Callable[[int], float]
+
+_POLYNOMIAL_END_RATE = 1e-7
+"""Where diffusers' polynomial ends, as a rate."""
+
+
+def make_rate_factor(settings: OptimizerSection, total_steps: int) -> RateFactor:
+    """The share of its learning rate that each group has in the update with `step` updates before it.
+
+    The curves are diffusers' (optimization.py); cosine_with_min_lr is transformers'. Behind `total_steps` the last
+    value holds. With a warm-up the first update has rate 0, as there. Raises UsageError (WARMUP-TOO-LONG, ...).
+    """
+    warmup = compute_warmup_steps(settings, total_steps)
+    if settings.lr_scheduler == "cosine_with_min_lr":
+        curve = make_cosine_with_floor(warmup, total_steps, settings.lr_scheduler_min_lr_ratio)
+    else:
+        curve = make_diffusers_curve(settings, warmup, total_steps)
+
+    def factor(step: int) -> float:
+        return float(curve(min(step, total_steps)))
+
+    return factor
+
+
+def compute_warmup_steps(settings: OptimizerSection, total_steps: int) -> int:
+    """The steps of warm-up; a number below 1 is a share of all steps, rounded down as by kohya.
+
+    Raises UsageError for a part of a step, and for a warm-up that the run does not outlast.
+    """
+    asked = settings.lr_warmup_steps
+    count = math.floor(asked * total_steps) if asked < 1 else math.floor(asked)
+    if asked >= 1 and asked != count:
+        raise UsageError(
+            f"lr_warmup_steps is {asked}: neither a whole number of steps nor a share below 1.",
+            code="WARMUP-FRACTION",
+            subject="lr_warmup_steps",
+            evidence={"lr_warmup_steps": asked},
+            remedy=f"Write {count}, or a share such as 0.05.",
+        )
+    if count and count >= total_steps:
+        raise UsageError(
+            f"The warm-up of {count} steps is not over when the run ends after {total_steps}.",
+            code="WARMUP-TOO-LONG",
+            subject="lr_warmup_steps",
+            evidence={"warmup_steps": count, "total_steps": total_steps},
+            remedy="Write a share of the run, such as lr_warmup_steps = 0.05.",
+        )
+    return count
+
+
+def make_cosine_with_floor(warmup: int, total_steps: int, floor: float) -> RateFactor:
+    """Linear warm-up, then half a cosine from 1 to `floor`."""
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / max(1, warmup)
+        progress = (step - warmup) / max(1, total_steps - warmup)
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return factor
+
+
+def make_diffusers_curve(settings: OptimizerSection, warmup: int, total_steps: int) -> RateFactor:
+    """The function that diffusers' scheduler of the same name multiplies rates by."""
+    from diffusers.optimization import get_scheduler
+
+    rate = settings.learning_rate if settings.learning_rate > _POLYNOMIAL_END_RATE else 1.0
+    placeholder = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    cycles = settings.lr_scheduler_num_cycles
+    scheduler: LambdaLR = get_scheduler(
+        settings.lr_scheduler,
+        placeholder,
+        num_warmup_steps=warmup,
+        num_training_steps=total_steps,
+        num_cycles=cycles,  # pyright: ignore[reportArgumentType]
+        power=settings.lr_scheduler_power,
+    )
+    (curve,) = scheduler.lr_lambdas
+    return curve
+
+
+def set_learning_rates(optimizer: OptimizerHandle | torch.optim.Optimizer, factor: float) -> None:
+    """Give each group its own rate times `factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factor
+
+
+class Ema:
+    """The exponential moving average of parameters in fp32, without bias: the weighted mean of all steps so far.
+
+    sums <- decay * sums + (1 - decay) * parameters from zero, and the average is sums / (1 - decay**count), as Adam
+    corrects its moments (arXiv 1412.6980, algorithm 1). So the first average is the first step itself, and no warm-up
+    of the decay is needed.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], decay: float):
+        self.parameters = dict(named)
+        self.decay = decay
+        self.count = 0
+        self.sums = {
+            name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in self.parameters.items()
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the parameters as they are after a step."""
+        self.count += 1
+        for name, parameter in self.parameters.items():
+            self.sums[name].mul_(self.decay).add_(parameter.detach().float(), alpha=1 - self.decay)
+
+    def values(self) -> dict[str, Tensor]:
+        """The average by name, fp32; before the first update, the parameters themselves."""
+        if not self.count:
+            return {name: parameter.detach().float().clone() for name, parameter in self.parameters.items()}
+        weight = 1 - self.decay**self.count
+        return {name: total / weight for name, total in self.sums.items()}
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The parameters are their averages within; behind it they have the bits that they had."""
+        with hold_parameter_values(self.parameters.values()):
+            with torch.no_grad():
+                for name, value in self.values().items():
+                    self.parameters[name].copy_(value)
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` takes: the decay, the number of updates, and the sums."""
+        return {"decay": self.decay, "count": self.count, "sums": dict(self.sums)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of the same parameters; the decay stays this one's. Raises KeyError for others."""
+        self.count = state["count"]
+        for name, total in self.sums.items():
+            total.copy_(state["sums"][name])
+
+
+@contextmanager
+def hold_parameter_values(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Give parameters back the bits that they had, whatever is done to them within."""
+    held = [(parameter, parameter.detach().clone()) for parameter in parameters]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in held:
+                parameter.copy_(value)

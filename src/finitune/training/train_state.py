@@ -15,16 +15,13 @@ from finitune.datasets.batch_schedule import BatchSchedule
 from finitune.datasets.items import MicroBatch, TrainingBatch
 from finitune.training.adapted_model import AdaptedModel
 from finitune.training.checkpoint import RunState, restore_random_states
-from finitune.training.ema import Ema
 from finitune.training.guard import TrainingGuard
 from finitune.training.manifest import TrainingManifest
-from finitune.training.no_training_detector import NoTrainingDetector
-from finitune.training.optimizers import OptimizerHandle
+from finitune.training.optimizers import Ema, OptimizerHandle
 from finitune.training.ranks import ProcessRanks
 from finitune.training.run_folder import RunFolder
-from finitune.training.running_loss import RunningLoss
-from finitune.training.spikes import SpikeDetector
 from finitune.training.step import GradientAccumulator
+from finitune.training.telemetry import NoTrainingDetector, RunningLoss, SpikeDetector
 from finitune.training.validation import HeldOutValidation
 
 

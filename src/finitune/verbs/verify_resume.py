@@ -27,7 +27,7 @@ from finitune.training import events
 from finitune.training.checkpoint import RunState, load_run_state
 from finitune.training.history import TrainingHistory
 from finitune.training.ranks import ProcessRanks
-from finitune.training.state_codec import encode_state_tree
+from finitune.training.checkpoint import encode_state_tree
 from finitune.verbs.shared.model import choose_device
 from finitune.verbs.shared.options import OutPath
 from finitune.verbs.train import iter_train_events
@@ -77,8 +77,8 @@ def run(request: Request, progress: Progress | None = None) -> Report:
         loaded = read_train_config(request.config)
         report.findings.extend(loaded.findings)
         with (
+            open_proof_folder(request.out) as own,  # the outer one: it stays until all processes have read both runs
             ProcessRanks.open_process_group(choose_device(loaded.config.model.device)) as ranks,
-            open_proof_folder(request.out) as own,
         ):
             shown = progress if progress and ranks.main else SilentProgress()
             ResumeProof(loaded.config, request.steps, ranks.broadcast_from_main(own), shown).run(report)

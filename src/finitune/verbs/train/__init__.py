@@ -27,8 +27,7 @@ from finitune.verbs.shared.options import OutPath
 from finitune.verbs.train.prepare import TrainingStopped, open_prepared_run, stop_on_report_errors
 
 if TYPE_CHECKING:
-    from finitune.training.history import TrainingHistory
-    from finitune.training.tensorboard import TensorBoardLogger
+    from finitune.training.history import TensorBoardLogger, TrainingHistory
     from finitune.training.train_state import TrainingRun, TrainState
     from finitune.verbs.train.prepare import PreparedRun
 
@@ -296,7 +295,7 @@ def make_no_whole_state_error(damaged: Finding) -> FileError:
 
 def open_run_tensorboard(config: TrainConfig, run: TrainingRun) -> TensorBoardLogger | None:
     """TensorBoard's writer, where it is asked for, of the main process."""
-    from finitune.training.tensorboard import TensorBoardLogger
+    from finitune.training.history import TensorBoardLogger
 
     if config.logging.log_with == "none" or not run.ranks.main:
         return None

@@ -146,7 +146,7 @@ class RunInputs:
 def build_run(config: TrainConfig, outside: RunInputs) -> TrainingRun:
     """The run: optimiser, schedule, objective and manifest over what was prepared."""
     from finitune.training.objective import FlowObjective
-    from finitune.training.schedules import make_rate_factor
+    from finitune.training.optimizers import make_rate_factor
     from finitune.training.step import GradientAccumulator
     from finitune.training.train_state import TrainingRun
 
