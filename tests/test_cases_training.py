@@ -17,7 +17,7 @@ from finitune.errors import NumericsError
 from finitune.report import Finding, Level
 from finitune.training.guard import GuardAction, StepEvidence, TrainingGuard, find_first_nonfinite, require_fp32_masters
 from finitune.training.objective import compute_sample_losses
-from finitune.training.telemetry import NoTrainingDetector, RunningLoss, compute_fingerprints
+from finitune.training.telemetry import NoTrainingDetector, RunningLoss, digest_tensors
 
 NAN = math.nan
 OK, SKIP, QUARANTINE, ROLLBACK, STOP = GuardAction
@@ -43,22 +43,22 @@ def test_nan_05_half_masters_are_refused_before_the_first_step_and_named():
 def test_nan_05_fp32_masters_take_a_step():
     layer = nn.Linear(4, 4)
     require_fp32_masters(layer.named_parameters())
-    before = compute_fingerprints(layer.parameters())
+    before = digest_tensors(layer.parameters())
     layer(torch.ones(1, 4)).sum().backward()
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
-    assert compute_fingerprints(layer.parameters()) != before
+    assert digest_tensors(layer.parameters()) != before
 
 
 def test_nan_05_a_step_with_an_infinite_gradient_does_not_reach_the_weights():
     layer = nn.Linear(4, 4)
-    before = compute_fingerprints(layer.parameters())
+    before = digest_tensors(layer.parameters())
     layer(torch.full((1, 4), 1e38)).sum().mul(10).backward()
     found = find_first_nonfinite((name, p.grad) for name, p in layer.named_parameters())
     evidence = StepEvidence(0, ("a.png",), gradient_finite=found is None, where=str(found))
     verdict = guard_of().judge(evidence)
     assert verdict.action is SKIP
     assert "weight, element 0: inf" in verdict.reason
-    assert compute_fingerprints(layer.parameters()) == before
+    assert digest_tensors(layer.parameters()) == before
 
 
 # --- NAN-07: loss=nan for hours, and the file is still saved ---------------------------------------------------------
@@ -204,12 +204,12 @@ def parallel_step(models: list[nn.Linear], inputs: list[Tensor], decide: Callabl
 
 
 def agree(models: list[nn.Linear]) -> bool:
-    return len({tuple(compute_fingerprints(model.parameters())) for model in models}) == 1
+    return len({tuple(digest_tensors(model.parameters())) for model in models}) == 1
 
 
 def test_ddp_04_all_processes_skip_the_step_that_is_bad_for_one():
     models, guards = replicas(), [guard_of(), guard_of()]
-    before = compute_fingerprints(models[0].parameters())
+    before = digest_tensors(models[0].parameters())
 
     def shared(evidence: list[StepEvidence]) -> list[bool]:
         return [guard.judge(StepEvidence.merged(evidence)).action is OK for guard in guards]
@@ -217,10 +217,10 @@ def test_ddp_04_all_processes_skip_the_step_that_is_bad_for_one():
     poisoned = [torch.ones(2, 3), torch.full((2, 3), NAN)]
     parallel_step(models, poisoned, shared)
     assert agree(models)
-    assert compute_fingerprints(models[0].parameters()) == before
+    assert digest_tensors(models[0].parameters()) == before
     parallel_step(models, [torch.ones(2, 3), torch.zeros(2, 3)], shared)
     assert agree(models)
-    assert compute_fingerprints(models[0].parameters()) != before
+    assert digest_tensors(models[0].parameters()) != before
     assert guards[0] == guards[1]
 
 

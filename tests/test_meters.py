@@ -18,8 +18,8 @@ from finitune.training.telemetry import (
     NoTrainingDetector,
     RunningLoss,
     SpikeDetector,
-    compute_fingerprints,
     compute_robust_zscore,
+    digest_tensors,
 )
 
 FLOATS = st.floats(allow_nan=True, allow_infinity=True, width=32)
@@ -251,28 +251,26 @@ def test_a_fingerprint_tells_one_flipped_bit(values: list[float], place: int, bi
     tensor = torch.tensor(values)
     changed = tensor.clone()
     changed.view(torch.int32)[place % len(values)] ^= torch.tensor(1 << bit).to(torch.int32)
-    same, other = compute_fingerprints([tensor, changed])
-    assert compute_fingerprints([tensor.clone()]) == [same]
+    same, other = digest_tensors([tensor, changed])
+    assert digest_tensors([tensor.clone()]) == [same]
     assert other != same
 
 
 def test_a_fingerprint_tells_steps_that_cancel_and_swapped_elements():
     before = torch.tensor([1.0, 1.0, 2.0, 3.0])
     stepped, swapped = before + torch.tensor([1e-4, -1e-4, 0, 0]), before[[0, 1, 3, 2]]
-    assert len(set(compute_fingerprints([before, stepped, swapped]))) == 3
+    assert len(set(digest_tensors([before, stepped, swapped]))) == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
 def test_a_fingerprint_takes_any_dtype_and_stride(dtype: torch.dtype):
     tensor = torch.arange(6.0).view(2, 3).to(dtype)
-    assert (
-        compute_fingerprints([tensor.T, tensor.T.contiguous()])[0] == compute_fingerprints([tensor.T.contiguous()])[0]
-    )
-    assert compute_fingerprints([]) == []
+    assert digest_tensors([tensor.T, tensor.T.contiguous()])[0] == digest_tensors([tensor.T.contiguous()])[0]
+    assert digest_tensors([]) == []
 
 
 def test_a_long_fingerprint_is_that_of_its_pieces(monkeypatch: pytest.MonkeyPatch):
     tensor = torch.randn(100)
-    whole = compute_fingerprints([tensor])
+    whole = digest_tensors([tensor])
     monkeypatch.setattr("finitune.training.telemetry._FINGERPRINT_CHUNK_ELEMENTS", 7)
-    assert compute_fingerprints([tensor]) == whole
+    assert digest_tensors([tensor]) == whole

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from finitune.adapters import AdapterSet, SiteAdapter, find_algorithm
+from finitune.adapters.core import get_factor_shapes
 from finitune.adapters.dropout import Dropout
 from finitune.adapters.layer import AttachedAdapters, attach_adapters
 from finitune.adapters.modules import compute_true_weight
@@ -151,7 +152,6 @@ def match_initial_adapter(
     fresh: Mapping[str, Mapping[str, SiteAdapter]], given: AdapterSet
 ) -> dict[str, dict[str, SiteAdapter]]:
     """The adapters of a file in the places of the fresh ones; raises AdapterError (START-DIFFERS) where they differ."""
-    from finitune.adapters.core import get_factor_shapes
 
     wanted = {f"{component}.{module}": one for component, sites in fresh.items() for module, one in sites.items()}
     differing = sorted(set(wanted) ^ set(given.sites)) or [

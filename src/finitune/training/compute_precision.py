@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
 
 from finitune.errors import UsageError
 from finitune.models.anima.attention import apply_attention_function
@@ -118,7 +119,6 @@ def store_narrow(root: nn.Module, storage: str, compute: torch.dtype) -> None:
 
 def enable_block_checkpointing(root: nn.Module) -> None:
     """Keep no activations inside of the blocks of a diffusers or transformers model."""
-    from torch.utils.checkpoint import checkpoint as recompute
 
     model: Any = root
     if hasattr(model, "gradient_checkpointing_enable"):

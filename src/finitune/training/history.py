@@ -4,57 +4,41 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from finitune.errors import UsageError
+from finitune.files.writer import write_text
 from finitune.report import Finding, to_json_value
 from finitune.training import events
 
 _ReplaceableEvent = TypeVar("_ReplaceableEvent", events.PreviewsDrawn, events.ValidationMeasured, events.RangesMeasured)
-_LoggedEvent = TypeVar("_LoggedEvent", events.StepTaken, events.ValidationMeasured, events.RangesMeasured)
+_LoggedEvent = events.StepTaken | events.ValidationMeasured | events.RangesMeasured
 
 
-def read_step_line(line: str) -> events.StepTaken | None:
-    """A step from its line in the log; None where it is none."""
-    return read_event_line(line, events.StepTaken, loss=float, smoothed=float, rate=float, grad_norm=float)
+_LOGGED_EVENTS: dict[str, tuple[type[_LoggedEvent], dict[str, Callable[[Any], object]]]] = {
+    "steps": (events.StepTaken, dict.fromkeys(("loss", "smoothed", "rate", "grad_norm"), float)),
+    "validations": (
+        events.ValidationMeasured,
+        {"loss": float, "by_sigma": lambda losses: {float(sigma): float(loss) for sigma, loss in losses.items()}},
+    ),
+    "ranges": (events.RangesMeasured, {"amax": lambda amax: {name: float(value) for name, value in amax.items()}}),
+}
+"""What of a history is in the log, and what makes its fields of JSON's: keys, and numbers that are not finite, are
+texts there."""
 
 
-def read_validation_line(line: str) -> events.ValidationMeasured | None:
-    """A validation from its line in the log."""
-    return read_event_line(line, events.ValidationMeasured, loss=float, by_sigma=parse_sigma_losses)
-
-
-def read_ranges_line(line: str) -> events.RangesMeasured | None:
-    """Ranges from their line in the log."""
-    return read_event_line(
-        line, events.RangesMeasured, amax=lambda amax: {name: float(value) for name, value in amax.items()}
-    )
-
-
-def parse_sigma_losses(losses: Mapping[str, Any]) -> dict[float, float]:
-    """Losses by sigma: JSON has texts for both where they are not finite, and for every key."""
-    return {float(sigma): float(loss) for sigma, loss in losses.items()}
-
-
-def read_event_line(line: str, kind: type[_LoggedEvent], **made: Callable[[Any], object]) -> _LoggedEvent | None:
-    """An event from its line in a log, its fields as `made` makes them; None where the line is of nothing like it."""
+def read_logged_event(name: str, line: str) -> _LoggedEvent | None:
+    """An event from its line in the log of `name`; None where the line is of nothing like it."""
+    kind, made = _LOGGED_EVENTS[name]
     try:
         values = json.loads(line)
-        event = kind(**(values | {name: make(values[name]) for name, make in made.items()}))
+        event = kind(**(values | {field: make(values[field]) for field, make in made.items()}))
         return event if isinstance(event.step, int) else None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-_LOG_READERS: dict[str, Callable[[str], Any]] = {
-    "steps": read_step_line,
-    "validations": read_validation_line,
-    "ranges": read_ranges_line,
-}
-"""What of a history is in the log, and how it is read back."""
 
 
 def replace_event_of_step(told: Sequence[_ReplaceableEvent], event: _ReplaceableEvent) -> list[_ReplaceableEvent]:
@@ -84,7 +68,6 @@ class TrainingHistory:
     returns: list[events.StepsRolledBack] = field(default_factory=list)
 
     def add(self, event: events.TrainingEvent) -> None:
-        """Keep an event."""
         match event:
             case events.TrialStepMeasured():
                 self.measured = event
@@ -143,10 +126,9 @@ class TrainingHistory:
         """Write steps, validations and ranges as one JSON object a line each, non-finite numbers as text; the files by
         name. A run without a step leaves what an earlier one wrote.
         """
-        from finitune.files.writer import write_text
 
         written: dict[str, Path] = {}
-        for name in _LOG_READERS if self.steps else ():
+        for name in _LOGGED_EVENTS if self.steps else ():
             path, told = folder / f"{name}.jsonl", getattr(self, name)
             if told:
                 write_text(path, "".join(json.dumps(to_json_value(asdict(event))) + "\n" for event in told))
@@ -160,10 +142,12 @@ class TrainingHistory:
 
         Lines that cannot be read are left out: the log is there to be looked at, and no run ends for it.
         """
-        for name, kind in _LOG_READERS.items():
+        for name in _LOGGED_EVENTS:
             path = folder / f"{name}.jsonl"
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-            getattr(self, name)[:0] = keep_events_until([event for line in lines if (event := kind(line))], step)
+            getattr(self, name)[:0] = keep_events_until(
+                [event for line in lines if (event := read_logged_event(name, line))], step
+            )
 
 
 class TensorBoardLogger:

@@ -35,7 +35,7 @@ from finitune.training.guard import (
 )
 from finitune.training.optimizers import set_learning_rates
 from finitune.training.step import StepGradient
-from finitune.training.telemetry import compute_fingerprints
+from finitune.training.telemetry import digest_tensors
 from finitune.training.train_state import TrainingRun, TrainState
 from finitune.training.trial_step import PeakMemoryTracker
 from finitune.training.validation import average_sigma_losses
@@ -118,7 +118,7 @@ class Trainer:
         run, now, begin = self.run, self.now, time.perf_counter()
         step = now.step
         gradient = self.gradient(step)
-        beyond = not gradient.finite and self.is_true_anywhere(now.planned and self.has_finite_inputs(gradient))
+        beyond = not gradient.finite and self.is_true_anywhere(now.planned and self._has_finite_inputs(gradient))
         if beyond and (yield from self.abandon_plan(step)):
             gradient = self.gradient(step)
         yield from self.report_memory_split(step)
@@ -167,7 +167,7 @@ class Trainer:
         """Whether it is so in any process."""
         return any(self.run.ranks.gathered(here))
 
-    def has_finite_inputs(self, gradient: StepGradient) -> bool:
+    def _has_finite_inputs(self, gradient: StepGradient) -> bool:
         """Whether latents, texts and adapter are finite, so that the arithmetic itself must have failed."""
         tensors = [tensor for batch in gradient.batches for tensor in (batch.latents, *batch.conditioning.values())]
         return find_first_nonfinite(("", tensor) for tensor in (*tensors, *self.named.values())) is None
@@ -351,7 +351,7 @@ class Trainer:
         """Raise NumericsError (RANKS-DIFFER) where the processes hold different adapters, or averages of them."""
         if self.run.ranks.world > 1:
             averages = self.now.average.sums.values() if self.now.average else ()
-            own = (self.now.step, compute_fingerprints([*self.named.values(), *averages]))
+            own = (self.now.step, digest_tensors([*self.named.values(), *averages]))
             self.run.ranks.demand_same("adapters", own, f"step {self.now.step}")
 
     def is_validation_due(self) -> bool:

@@ -35,7 +35,7 @@ class TrainingManifest:
 
     `shapes`: by name, in the optimiser's order. `sites`: facts by site, such as {"rank": 16, "alpha": 16.0}.
     `optimizer`: library and class; `optimizer_args`: its arguments. `config`: every option by dotted name.
-    `dataset`: a fingerprint.
+    `dataset`: a digest of its pictures and captions.
     """
 
     algorithm: str

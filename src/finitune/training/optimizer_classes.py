@@ -266,14 +266,13 @@ def get_optimizer_arguments(cls: type) -> dict[str, Any]:
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     arguments = list(inspect.signature(cls.__init__).parameters.values())[2:]  # behind self and params
     return {
-        argument.name: hints.get(argument.name, infer_type_of_default(argument.default))
+        argument.name: hints.get(argument.name, _infer_type(argument.default))
         for argument in arguments
         if argument.kind in kinds and argument.name != "lr"
     }
 
 
-def infer_type_of_default(default: object) -> Any:
-    """The type that an argument without annotation must have, as its default shows."""
+def _infer_type(default: object) -> Any:
     if isinstance(default, tuple):
         return tuple[tuple(type(item) for item in default)]  # pyright: ignore[reportInvalidTypeArguments]
     return float | None if default is None else type(default)

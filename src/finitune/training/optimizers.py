@@ -140,14 +140,11 @@ class OptimizerHandle:
         self.base.load_state_dict(deepcopy(dict(state)))
         for group, own in zip(self.param_groups, ours, strict=True):
             group.update(own)
-        for parameter, saved in zip(self.parameters, list_saved_parameter_states(state), strict=True):
+        places = [index for group in state["param_groups"] for index in group["params"]]
+        for parameter, place in zip(self.parameters, places, strict=True):
+            saved = state["state"].get(place)
             if saved is not None:
                 self.base.state[parameter] = restore_saved_dtype(self.base.state[parameter], saved)
-
-
-def list_saved_parameter_states(state: Mapping[str, Any]) -> list[Mapping[str, Any] | None]:
-    """What a state holds of each parameter, in the order of the groups."""
-    return [state["state"].get(index) for group in state["param_groups"] for index in group["params"]]
 
 
 def restore_saved_dtype(loaded: Any, saved: Any) -> Any:

@@ -13,11 +13,13 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
+
+import psutil
 
 from finitune.errors import UsageError
 from finitune.files.writer import (
@@ -54,7 +56,9 @@ def open_staged_folder(target: Path) -> Iterator[Path]:
         with hold_locked_file(lock):
             place.mkdir()
             yield place
-            flush_folder_files(place)
+            for file in sorted(place.iterdir()):
+                flush_to_disk(file)
+            flush_folder(place)
             if target.exists():
                 target.rename(aside)
             place.rename(target)
@@ -67,13 +71,6 @@ def open_staged_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
         shutil.rmtree(place, ignore_errors=True)
         lock.unlink(missing_ok=True)
-
-
-def flush_folder_files(folder: Path) -> None:
-    """Force the files of a folder, and their names, onto the disk."""
-    for file in sorted(folder.iterdir()):
-        flush_to_disk(file)
-    flush_folder(folder)
 
 
 def flush_folder(folder: Path) -> None:
@@ -154,7 +151,9 @@ class RunFolder:
         held = try_lock_file(file)
         file.seek(0)
         holder = parse_lock_holder(file.read())
-        if held is False or (held is None and is_lock_holder_running(holder)):
+        if held is None and holder:  # a system without locks: does the process that wrote this still run
+            held = holder["pid"] == os.getpid() or not psutil.pid_exists(int(holder["pid"]))
+        if held is False:
             file.close()
             raise self.make_locked_error(holder)
         file.truncate(0)
@@ -217,7 +216,8 @@ class RunFolder:
             match = own.fullmatch(path.name)
             if match and kind(path):
                 points.setdefault(match[1], []).append(path)
-        ordered = sorted(points, key=lambda name: (get_newest_mtime(points[name]), name))
+        newest = {name: max(path.stat().st_mtime_ns for path in paths) for name, paths in points.items()}
+        ordered = sorted(points, key=lambda name: (newest[name], name))
         return [path for name in ordered[:-keep] for path in sorted(points[name])]
 
     def require_space(self, size_bytes: int) -> None:
@@ -233,11 +233,6 @@ def format_step_or_epoch(step: int | None, epoch: int | None) -> str:
     return "" if epoch is None else f"-{epoch:06d}"
 
 
-def get_newest_mtime(paths: Iterable[Path]) -> int:
-    """When the last of some paths was written, in nanoseconds."""
-    return max(path.stat().st_mtime_ns for path in paths)
-
-
 def parse_lock_holder(content: bytes) -> dict[str, Any]:
     """Who holds a lock, as its file says; nothing where it says nothing."""
     try:
@@ -245,10 +240,3 @@ def parse_lock_holder(content: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return holder if isinstance(holder, dict) and {"pid", "since"} <= set(holder) else {}
-
-
-def is_lock_holder_running(holder: dict[str, Any]) -> bool:
-    """Whether the process that wrote a lock is still there, and is not this one."""
-    import psutil
-
-    return bool(holder) and holder["pid"] != os.getpid() and psutil.pid_exists(int(holder["pid"]))

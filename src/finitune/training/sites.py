@@ -123,7 +123,9 @@ def choose_sites(roots: Mapping[str, nn.Module], family: ModelSpec, network: Net
         for pattern in list(idle.values()):
             if pattern.fits(*names):
                 del idle[pattern.place + pattern.text]
-        reason = find_exclusion_reason(names, family, patterns) or find_unsuited_reason(layer, network)
+        reason = find_exclusion_reason(names, family, patterns)
+        if not reason and network.conv_dim == 0 and has_spatial_kernel(layer):
+            reason = "conv_dim is 0"
         if reason:
             left_out[f"{component}.{module}"] = reason
             continue
@@ -160,11 +162,6 @@ def find_exclusion_reason(names: tuple[str, str], family: ModelSpec, patterns: M
         return f"left alone by default ({family.title})"
     found = next((p for p in patterns["exclude_patterns"] if p.fits(*names)), None)
     return f"exclude_patterns: {found.text}" if found else ""
-
-
-def find_unsuited_reason(layer: nn.Module, network: NetworkSection) -> str:
-    """Why a layer has no rank, '' where it has one."""
-    return "conv_dim is 0" if has_spatial_kernel(layer) and network.conv_dim == 0 else ""
 
 
 def has_spatial_kernel(layer: nn.Module) -> bool:

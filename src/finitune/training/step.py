@@ -88,17 +88,13 @@ class GradientAccumulator:
         losses (B,), on the CPU. None has neither.
         """
         while True:
-            self.forget()
+            for _, parameter in self.learner.named_parameters():
+                parameter.grad = None
             try:
                 parts = [] if batch is None else split_batch(batch, self.split)
                 return torch.cat([torch.zeros(0), *(self.accumulate(part, step, attempt) for part in parts)])
             except (RuntimeError, MemoryError) as error:
                 self.halve(error, 0 if batch is None else len(batch))
-
-    def forget(self) -> None:
-        """Begin a gradient anew."""
-        for _, parameter in self.learner.named_parameters():
-            parameter.grad = None
 
     def accumulate(self, batch: TrainingBatch, step: int, attempt: int) -> Tensor:
         """Add the gradient of a batch's losses to `.grad`; the losses."""

@@ -164,7 +164,7 @@ NO_TRAINING_CHECK_UPDATES = (1, 2, 20)
 _MAX_NAMES_SHOWN = 5
 _TRAINS_NOTHING_CODE = "TRAINS-NOTHING"
 
-_FINGERPRINT_CHUNK_ELEMENTS = 1 << 22
+_DIGEST_CHUNK_ELEMENTS = 1 << 22
 _INTEGER_DTYPE_BY_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -177,7 +177,7 @@ class NoTrainingDetector:
     _over: bool = False
 
     def __post_init__(self) -> None:
-        self._before = compute_fingerprints(self.parameters.values())
+        self._before = digest_tensors(self.parameters.values())
 
     def watch(
         self, update: int, gradients: Mapping[str, Tensor | None], learning_rates: Sequence[float] = ()
@@ -218,7 +218,7 @@ class NoTrainingDetector:
 
     def _unchanged(self, update: int, gradients: Mapping[str, Tensor | None]) -> Finding | None:
         tensors = self.parameters.values()
-        now = compute_fingerprints(tensors)
+        now = digest_tensors(tensors)
         same = {n for n, before, after in zip(self.parameters, self._before, now, strict=True) if before == after}
         everything = len(same) == len(self.parameters)
         if not same or (not everything and update < NO_TRAINING_CHECK_UPDATES[-1]):
@@ -252,21 +252,21 @@ class NoTrainingDetector:
         return set(self.parameters) - set(present) | zero
 
 
-def compute_fingerprints(tensors: Iterable[Tensor]) -> list[int]:
+def digest_tensors(tensors: Iterable[Tensor]) -> list[int]:
     """A number for each tensor's bits: another one for certain where one element differs, and but for bad luck else.
 
     It is the sum of the bit patterns times odd numbers that tell the places, modulo 2^64; one wait for the device.
     Processes that should hold the same weights can compare it.
     """
-    return fetch_scalars([compute_fingerprint(tensor) for tensor in tensors])
+    return fetch_scalars([_digest_tensor(tensor) for tensor in tensors])
 
 
-def compute_fingerprint(tensor: Tensor) -> Tensor:
-    """The fingerprint of a tensor's bits, 0-d int64 on its device, in pieces of bounded size."""
+def _digest_tensor(tensor: Tensor) -> Tensor:
+    """The digest of a tensor's bits, 0-d int64 on its device, in pieces of bounded size."""
     bits = tensor.detach().contiguous().view(-1).view(_INTEGER_DTYPE_BY_BYTES[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), _FINGERPRINT_CHUNK_ELEMENTS):
-        piece = bits[start : start + _FINGERPRINT_CHUNK_ELEMENTS].long()
+    for start in range(0, bits.numel(), _DIGEST_CHUNK_ELEMENTS):
+        piece = bits[start : start + _DIGEST_CHUNK_ELEMENTS].long()
         places = torch.arange(start, start + len(piece), device=tensor.device)
         total += (piece * (2 * places + 1)).sum()
     return total
