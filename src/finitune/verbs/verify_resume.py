@@ -24,10 +24,9 @@ from finitune.errors import FinituneError, UsageError
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Level, Report
 from finitune.training import events
-from finitune.training.checkpoint import RunState, load_run_state
+from finitune.training.checkpoint import RunState, encode_state_tree, load_run_state
 from finitune.training.history import TrainingHistory
 from finitune.training.ranks import ProcessRanks
-from finitune.training.checkpoint import encode_state_tree
 from finitune.verbs.shared.model import choose_device
 from finitune.verbs.shared.options import OutPath
 from finitune.verbs.train import iter_train_events
