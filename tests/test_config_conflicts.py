@@ -21,7 +21,7 @@ from finitune.config.schema import TrainConfig
 from finitune.config.template import build_config_template
 from finitune.report import Finding, Level
 from finitune.rules import Rule
-from finitune.training.optimizer_classes import SELF_TUNING_OPTIMIZERS as TRULY_SELF_TUNED
+from finitune.training.optimizer_classes import read_optimizer_facts
 from tests.conflict_cases import CASES as SETTINGS
 from tests.conflict_cases_data import CASES as DATA
 
@@ -110,7 +110,7 @@ def test_the_kinds_of_algorithms_are_those_of_the_algebra():
     assert {name for name in names if get_algorithm_traits(name).magnitudes} == additive - {"norm"}
 
 
-@pytest.mark.parametrize("name", sorted(TRULY_SELF_TUNED))
+@pytest.mark.parametrize("name", sorted(set(read_optimizer_facts()["self_tuning"])))
 def test_optimisers_that_find_their_rate_are_known_by_name(name: str):
     config = config_of(f"optimizer.optimizer_type = '{name}'")
     assert ("OPTIMIZER-RATE-SELF-TUNED", "optimizer.learning_rate") in found(config)

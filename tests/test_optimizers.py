@@ -14,20 +14,20 @@ from finitune.config.schema import OptimizerSection
 from finitune.errors import UsageError
 from finitune.training.checkpoint import decode_state_tree, encode_state_tree, get_random_states, restore_random_states
 from finitune.training.optimizer_classes import (
-    BITSANDBYTES_OPTIMIZERS,
-    KOHYA_OPTIMIZERS,
-    REASON_BY_REFUSED_OPTIMIZER,
-    SELF_TUNING_OPTIMIZERS,
     find_optimizer,
     iterate_optimizer_names,
     list_pytorch_optimizer_classes,
     normalize_optimizer_name,
+    read_optimizer_facts,
 )
 from finitune.training.optimizers import OptimizerHandle, build_param_groups, make_optimizer, set_learning_rates
 
+FACTS = read_optimizer_facts()
+REFUSED = {name: why for why, names in FACTS["refused"].items() for name in names}
+
 NEEDS_CUDA = {
-    *BITSANDBYTES_OPTIMIZERS,
-    *(name for name, (library, *_) in KOHYA_OPTIMIZERS.items() if library == "bitsandbytes"),
+    *FACTS["bitsandbytes"],
+    *(name for name, known in FACTS["kohya"].items() if known["library"] == "bitsandbytes"),
 }
 NAMES = [name for name in iterate_optimizer_names() if name not in NEEDS_CUDA]
 MATRICES_ONLY = {"Muon", "SpectralSphere"}
@@ -60,7 +60,7 @@ def problem(matrices_only: bool) -> tuple[dict[str, torch.nn.Parameter], Any]:
 
 
 def settings_for(name: str, **more: Any) -> OptimizerSection:
-    rate = 1.0 if find_optimizer(name).cls.__name__ in SELF_TUNING_OPTIMIZERS else RATES.get(name, 1e-2)
+    rate = 1.0 if find_optimizer(name).cls.__name__ in FACTS["self_tuning"] else RATES.get(name, 1e-2)
     return OptimizerSection(optimizer_type=name, learning_rate=rate, **more)
 
 
@@ -128,7 +128,7 @@ def test_every_offered_optimizer_stands_still_at_rate_zero(name: str):
 
 
 def test_every_name_of_the_library_is_offered_or_refused_with_a_reason():
-    names = [*NAMES, *NEEDS_CUDA, *REASON_BY_REFUSED_OPTIMIZER]
+    names = [*NAMES, *NEEDS_CUDA, *REFUSED]
     lost = [
         name
         for name in list_pytorch_optimizer_classes()
@@ -136,11 +136,11 @@ def test_every_name_of_the_library_is_offered_or_refused_with_a_reason():
     ]
     assert lost == []
     assert len(NAMES) > 75
-    for name in REASON_BY_REFUSED_OPTIMIZER:
+    for name in REFUSED:
         with pytest.raises(UsageError) as caught:
             find_optimizer(name)
         assert caught.value.code == "OPTIMIZER-NOT-OFFERED"
-        assert REASON_BY_REFUSED_OPTIMIZER[name] in str(caught.value)
+        assert REFUSED[name] in str(caught.value)
 
 
 @pytest.mark.parametrize(

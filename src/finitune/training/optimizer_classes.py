@@ -11,6 +11,7 @@ import ast
 import inspect
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
@@ -18,9 +19,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finitune.errors import UsageError, suggest_nearest_name
-
-_Arguments = Mapping[str, Any]
-_NO_ARGUMENTS: _Arguments = MappingProxyType({})
+from finitune.package_data import read_package_toml
 
 
 class OptimizerClass(NamedTuple):
@@ -28,87 +27,12 @@ class OptimizerClass(NamedTuple):
 
     cls: type[torch.optim.Optimizer]
     library: str
-    preset: _Arguments = _NO_ARGUMENTS
+    preset: Mapping[str, Any] = MappingProxyType({})
 
 
-_TORCH_OPTIMIZERS = (
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "AdamW",
-    "Adamax",
-    "ASGD",
-    "Muon",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "SGD",
-)
-"""Those of torch.optim that are taken; each by the name of its class."""
-
-BITSANDBYTES_OPTIMIZERS = (
-    *("Adam8bit", "AdamW8bit", "PagedAdam8bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"),
-    *("Lion8bit", "PagedLion", "PagedLion8bit", "AdEMAMix8bit", "PagedAdEMAMix8bit", "SGD8bit", "RMSprop8bit"),
-)
-"""Those of bitsandbytes.optim; each by the name of its class."""
-
-KOHYA_OPTIMIZERS: Mapping[str, tuple[str, str, _Arguments]] = MappingProxyType(
-    {
-        "SGDNesterov": ("torch", "SGD", {"nesterov": True, "momentum": 0.9}),
-        "SGDNesterov8bit": ("bitsandbytes", "SGD8bit", {"nesterov": True, "momentum": 0.9}),
-        "Adafactor": ("transformers", "Adafactor", {"scale_parameter": False, "relative_step": False}),
-        "AdamWScheduleFree": ("pytorch_optimizer", "ScheduleFreeAdamW", _NO_ARGUMENTS),
-        "RAdamScheduleFree": ("pytorch_optimizer", "ScheduleFreeRAdam", _NO_ARGUMENTS),
-        "SGDScheduleFree": ("pytorch_optimizer", "ScheduleFreeSGD", _NO_ARGUMENTS),
-        "DAdaptation": ("pytorch_optimizer", "DAdaptAdam", {"growth_rate": 1.02}),
-        "DAdaptAdam": ("pytorch_optimizer", "DAdaptAdam", {"growth_rate": 1.02}),
-        "DAdaptAdan": ("pytorch_optimizer", "DAdaptAdan", {"growth_rate": 1.02}),
-        "DAdaptSGD": ("pytorch_optimizer", "DAdaptSGD", {"growth_rate": 1.02}),
-    }
-)
-"""sd-scripts' names (library/train_util.py, get_optimizer) where they are no class names, or where the class needs an
-argument: (library, class, arguments). Without a bound on its growth D-Adaptation overshoots on adapters whose up
-factors begin at zero, and does not come back; 1.02 is what its authors offer (facebookresearch/dadaptation)."""
-
-_NEEDS_CLOSURE = "its step evaluates the loss again, or needs its value"
-_NEEDS_HESSIAN = "it needs second derivatives, which the backward of half products does not have"
-_WRAPS_OPTIMIZER = "it wraps another optimiser"
-_NEEDS_WHOLE_MODEL = "it takes the whole model, and updates it within the backward"
-_NEEDS_MARKED_MATRICES = "it needs to be told which parameters are hidden matrices; torch's Muon takes them all"
-_COMMUNICATES_ITSELF = "it does the communication between processes itself"
-_KEEPS_OBJECTS = "its state holds objects that no file of tensors can keep, so that a run could not be resumed"
-_IGNORES_LEARNING_RATE = "it does not follow the learning rate: the schedule would have no effect"
-_DIVIDES_BY_LEARNING_RATE = "it divides by the learning rate, which is 0 at the beginning of a warm-up"
-
-REASON_BY_REFUSED_OPTIMIZER: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("LBFGS", "AliG", "BSAM", "SAM", "GSAM", "WSAM", "LookSAM", "FriendlySAM"), _NEEDS_CLOSURE),
-        **dict.fromkeys(("EmoNavi", "EmoFact", "EmoLynx"), _NEEDS_CLOSURE),
-        **dict.fromkeys(("AdaHessian", "SophiaH"), _NEEDS_HESSIAN),
-        **dict.fromkeys(("Lookahead", "OrthoGrad", "PCGrad", "TRAC"), _WRAPS_OPTIMIZER),
-        **dict.fromkeys(("ScheduleFreeWrapper", "SafeFP16Optimizer", "Magma"), _WRAPS_OPTIMIZER),
-        **dict.fromkeys(("LOMO", "AdaLOMO", "AdamMini"), _NEEDS_WHOLE_MODEL),
-        **dict.fromkeys(("AdaGO", "AdaMuon", "MuonClip", "NorMuon"), _NEEDS_MARKED_MATRICES),
-        **dict.fromkeys(("DistributedMuon", "DeMo"), _COMMUNICATES_ITSELF),
-        **dict.fromkeys(("Conda", "ScalableShampoo"), _KEEPS_OBJECTS),
-        **dict.fromkeys(("A2Grad", "ApolloDQN", "FTRL", "Nero", "SRMM", "Rprop"), _IGNORES_LEARNING_RATE),
-        "Gravity": _DIVIDES_BY_LEARNING_RATE,
-        "Ranger21": "it has a warm-up and a decay of its own",
-        "LoRARite": "it pairs factors by their order, and takes two-dimensional ones only",
-        "SparseAdam": "an adapter's gradients are not sparse",
-        "SaRA": "it trains the weights of a pretrained model that are nearly zero; an adapter has none",
-        "Kate": "its first steps raise the loss where up factors begin at zero",
-        "AdaShift": "its first steps are NaN where a gradient is exactly zero, as those of down factors are",
-        "FlashAdamW": "it keeps its state in 8 and 16 bits",
-        "ProdigyPlusScheduleFree": "pytorch-optimizer does not have it; Prodigy and AdamWScheduleFree are there",
-        "DAdaptAdamPreprint": "it is an early form of DAdaptAdam",
-        "DAdaptAdanIP": "it is a variant of DAdaptAdan that pytorch-optimizer does not have",
-    }
-)
-"""Why a known optimiser cannot be had."""
-
-SELF_TUNING_OPTIMIZERS = frozenset({"Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"})
-"""Classes that find their own learning rate; ours multiplies it, and all parameters must share one."""
+def read_optimizer_facts() -> Mapping[str, Any]:
+    """What is known of optimisers, by table; what the tables say stands in the file."""
+    return read_package_toml(Path(__file__).parent / "optimizers.toml")
 
 
 def find_optimizer(name: str) -> OptimizerClass:
@@ -118,9 +42,7 @@ def find_optimizer(name: str) -> OptimizerClass:
     reason, OPTIMIZER-NEEDS-CUDA, OPTIMIZER-NEEDS-PACKAGE.
     """
     wanted = normalize_optimizer_name(name)
-    if reason := {normalize_optimizer_name(known): why for known, why in REASON_BY_REFUSED_OPTIMIZER.items()}.get(
-        wanted
-    ):
+    if reason := find_refusal_reason(name):
         raise UsageError(
             f"{name} is not offered: {reason}.",
             code="OPTIMIZER-NOT-OFFERED",
@@ -141,14 +63,22 @@ def find_optimizer(name: str) -> OptimizerClass:
     return load_optimizer_class(sources[wanted])
 
 
+def find_refusal_reason(name: str) -> str | None:
+    """Why a known optimiser cannot be had; None where it can, or is not known."""
+    wanted = normalize_optimizer_name(name)
+    refused = read_optimizer_facts()["refused"].items()
+    return next((why for why, names in refused if wanted in map(normalize_optimizer_name, names)), None)
+
+
 def iterate_optimizer_names() -> Iterator[str]:
     """Every name that can be asked for, in the order in which names are looked up."""
-    refused = {normalize_optimizer_name(name) for name in REASON_BY_REFUSED_OPTIMIZER}
     seen: set[str] = set()
-    here = [name for name in _TORCH_OPTIMIZERS if hasattr(torch.optim, name)]  # Muon is there from torch 2.9 on
-    for name in (*KOHYA_OPTIMIZERS, *here, *BITSANDBYTES_OPTIMIZERS, *list_pytorch_optimizer_classes()):
-        if normalize_optimizer_name(name) not in refused | seen:
-            seen.add(normalize_optimizer_name(name))
+    facts = read_optimizer_facts()
+    here = [name for name in facts["torch"] if hasattr(torch.optim, name)]  # Muon is there from torch 2.9 on
+    for name in (*facts["kohya"], *here, *facts["bitsandbytes"], *list_pytorch_optimizer_classes()):
+        key = normalize_optimizer_name(name)
+        if key not in seen and find_refusal_reason(name) is None:
+            seen.add(key)
             yield name
 
 
@@ -161,14 +91,16 @@ def list_pytorch_optimizer_classes() -> list[str]:
 
 def load_optimizer_class(name: str) -> OptimizerClass:
     """The class of an offered name."""
-    library, class_name, preset = KOHYA_OPTIMIZERS.get(name, ("", name, _NO_ARGUMENTS))
+    facts = read_optimizer_facts()
+    own = facts["kohya"].get(name, {})
+    library, class_name, preset = own.get("library", ""), own.get("class", name), own.get("preset", {})
     if library == "transformers":
         from transformers.optimization import Adafactor
 
         return OptimizerClass(Adafactor, library, preset)
-    if library == "bitsandbytes" or name in BITSANDBYTES_OPTIMIZERS:
+    if library == "bitsandbytes" or name in facts["bitsandbytes"]:
         return OptimizerClass(getattr(import_bitsandbytes_optim(name), class_name), "bitsandbytes", preset)
-    if library == "torch" or name in _TORCH_OPTIMIZERS:
+    if library == "torch" or name in facts["torch"]:
         return OptimizerClass(getattr(torch.optim, class_name), "torch", preset)
     from pytorch_optimizer import load_optimizer
 
@@ -203,28 +135,6 @@ def normalize_optimizer_name(name: str) -> str:
     return name.rpartition(".")[2].lower().replace("_", "").replace("-", "")
 
 
-_ARGUMENT_ALIASES = {
-    "decouple": "weight_decouple",
-    "decoupled_weight_decay": "weight_decouple",
-    "use_bias_correction": "bias_correction",
-}
-"""The names of the same arguments in prodigyopt, dadaptation and lion-pytorch, which kohya's configs use."""
-
-_OPTION_BY_ARGUMENT = {
-    "lr": "learning_rate",
-    "params": "the [network] table",
-    "max_grad_norm": "max_grad_norm of [optimizer]",
-}
-"""Arguments that an option of ours states."""
-
-_REASON_BY_FORBIDDEN_ARGUMENT = {
-    "maximize": "it would raise the loss",
-    "differentiable": "it keeps the graph of every step, and memory grows without end",
-    "relative_step": "it takes the learning rate out of the schedule's hands",
-    "warmup_init": "it needs relative_step, which takes the learning rate out of the schedule's hands",
-}
-"""Arguments that must stay false, and why."""
-
 _HALF_STATE_REASON = (
     "In fp16 an epsilon of 1e-8 is zero, and a gradient that is exactly zero, as those of down factors are at the "
     "first step, gives 0 / 0 = NaN; in bf16 an update below 1/256 of a weight is lost."
@@ -240,20 +150,19 @@ def check_optimizer_arguments(found: OptimizerClass, given: Mapping[str, Any]) -
     the class does not have or a value of another type, OPTIMIZER-HALF-STATE for a state in half precision.
     """
     known = get_optimizer_arguments(found.cls)
-    arguments = dict(found.preset)
+    arguments, facts = dict(found.preset), read_optimizer_facts()
+    stated, forbidden = facts["stated_by"], facts["forbidden_arguments"]
     for name, value in given.items():
-        own = _ARGUMENT_ALIASES.get(name, name) if name not in known else name
-        if own in _OPTION_BY_ARGUMENT and (own not in known or own != "max_grad_norm"):
-            raise make_optimizer_argument_error(found, name, value, f"is stated by {_OPTION_BY_ARGUMENT[own]}")
+        own = facts["argument_aliases"].get(name, name) if name not in known else name
+        if own in stated and (own not in known or own != "max_grad_norm"):
+            raise make_optimizer_argument_error(found, name, value, f"is stated by {stated[own]}")
         if own not in known:
             raise make_optimizer_argument_error(
                 found, name, value, f"is no argument of it.{suggest_nearest_name(name, known)}"
             )
         typed = convert_optimizer_argument(found, name, value, known[own])
-        if typed is True and own in _REASON_BY_FORBIDDEN_ARGUMENT:
-            raise make_optimizer_argument_error(
-                found, name, value, f"is not taken: {_REASON_BY_FORBIDDEN_ARGUMENT[own]}"
-            )
+        if typed is True and own in forbidden:
+            raise make_optimizer_argument_error(found, name, value, f"is not taken: {forbidden[own]}")
         if isinstance(typed, torch.dtype) and typed not in (torch.float32, torch.float64):
             raise make_half_state_error(f"{name} = {value!r}", {name: str(value)})
         arguments[own] = typed
@@ -306,7 +215,9 @@ def parse_optimizer_literal(text: str) -> Any:
 
 def make_optimizer_argument_error(found: OptimizerClass, name: str, value: object, why: str) -> UsageError:
     """The refusal of one argument."""
-    names = ", ".join(sorted(set(get_optimizer_arguments(found.cls)) - set(_REASON_BY_FORBIDDEN_ARGUMENT)))
+    names = ", ".join(
+        sorted(set(get_optimizer_arguments(found.cls)) - set(read_optimizer_facts()["forbidden_arguments"]))
+    )
     return UsageError(
         f"{found.cls.__name__} from {found.library}: {name} = {value!r} {why}",
         code="OPTIMIZER-ARGUMENT",

@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from finitune.config.schema import OptimizerSection
 from finitune.errors import UsageError
 from finitune.training.optimizer_classes import (
-    SELF_TUNING_OPTIMIZERS,
     check_optimizer_arguments,
     find_optimizer,
     make_half_state_error,
+    read_optimizer_facts,
 )
 
 OptimizerParamGroup = dict[str, Any]
@@ -170,7 +170,7 @@ def make_optimizer(settings: OptimizerSection, groups: list[OptimizerParamGroup]
     require_trainable_parameters(groups)
     rates = sorted({group["base_lr"] for group in groups})
     name = found.cls.__name__
-    if name in SELF_TUNING_OPTIMIZERS and len(rates) > 1:
+    if name in read_optimizer_facts()["self_tuning"] and len(rates) > 1:
         raise UsageError(
             f"{name} finds one learning rate for all parameters; {len(rates)} are given.",
             code="OPTIMIZER-ONE-RATE",
