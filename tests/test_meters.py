@@ -269,8 +269,8 @@ def test_a_fingerprint_takes_any_dtype_and_stride(dtype: torch.dtype):
     assert digest_tensors([]) == []
 
 
-def test_a_long_fingerprint_is_that_of_its_pieces(monkeypatch: pytest.MonkeyPatch):
+def test_a_long_digest_is_that_of_its_pieces(monkeypatch: pytest.MonkeyPatch):
     tensor = torch.randn(100)
     whole = digest_tensors([tensor])
-    monkeypatch.setattr("finitune.training.telemetry._FINGERPRINT_CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr("finitune.training.telemetry._DIGEST_CHUNK_ELEMENTS", 7)
     assert digest_tensors([tensor]) == whole

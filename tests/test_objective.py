@@ -13,9 +13,17 @@ from torch import Tensor
 from finitune.config.schema import ObjectiveSection
 from finitune.datasets.items import TrainingBatch
 from finitune.errors import NumericsError
-from finitune.training.noise import NoisePurpose, draw_addressed_noise, draw_addressed_uniform
-from finitune.training.objective import FlowObjective, add_noise, compute_elementwise_error, compute_sample_losses
-from finitune.training.sigmas import compute_flux_shift, sample_sigmas
+from finitune.training.objective import (
+    FlowObjective,
+    NoisePurpose,
+    add_noise,
+    compute_elementwise_error,
+    compute_flux_shift,
+    compute_sample_losses,
+    draw_addressed_noise,
+    draw_addressed_uniform,
+    sample_sigmas,
+)
 
 SHAPE = (4, 1, 6, 8)
 KINDS = ("l2", "l1", "huber", "smooth_l1")

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from finitune.config.schema import ObjectiveSection
 from finitune.errors import UsageError
-from finitune.training.noise import NoisePurpose, draw_addressed_uniform
-from finitune.training.sigmas import (
+from finitune.training.objective import (
+    NoisePurpose,
     compute_flux_shift,
     compute_loss_weight,
     compute_range_shares,
     compute_sigma_quantile,
+    draw_addressed_uniform,
     sample_sigmas,
 )
 

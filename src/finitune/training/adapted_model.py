@@ -65,7 +65,6 @@ class AdaptedModel:
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave."""
         for name, parameter in self.named_parameters():
             parameter.copy_(tensors[name])
 
@@ -90,7 +89,6 @@ class AdaptedModel:
                 held.dropout = replace(held.dropout, seeds=own)
 
     def strength(self, value: float) -> None:
-        """How strongly the adapters act."""
         for attached in self.attached.values():
             for layer in attached.layers.values():
                 for held in layer.held:

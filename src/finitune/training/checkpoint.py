@@ -216,13 +216,11 @@ def read_verified_state_facts(folder: Path) -> dict[str, Any]:
 
 
 def make_damaged_state_error(folder: Path, why: str, code: str = "STATE-DAMAGED", **evidence: object) -> FileError:
-    """What is said of a state that cannot be gone on from."""
     remedy = "Resume from another state, or begin from the adapter file beside it: network_weights."
     return FileError(f"{folder}: {why}.", code=code, subject=str(folder), evidence=evidence, remedy=remedy)
 
 
 def compute_state_sha256(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while piece := stream.read(_HASH_CHUNK_BYTES):

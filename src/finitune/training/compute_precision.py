@@ -183,7 +183,6 @@ class BlockSwapper:
             output.register_hook(lambda _: self.bring(block))
 
     def move_in(self, block: nn.Module) -> None:
-        """Copy a block's weights to the device."""
         for parameter, home in self.held[block]:
             parameter.data = home.to(self.device, non_blocking=True, copy=True)
 

@@ -84,7 +84,6 @@ class StepEvidence:
 
     @property
     def fault(self) -> str:
-        """The worst that is not finite, in words."""
         kinds = {
             "a weight of the base model": self.base_finite,
             "a weight of the adapter": self.weights_finite,
@@ -184,7 +183,6 @@ class TrainingGuard:
         return self._back(f"{self.streak + 1} bad steps in a row; in the last, {reason}", evidence.suspects)
 
     def _certain(self, evidence: StepEvidence, fresh: Sequence[str]) -> bool:
-        """Whether the samples are to blame, and not the model."""
         return evidence.is_model_acquitted or set(fresh) <= set(self.pardoned)
 
     def _back(self, reason: str, names: tuple[str, ...] = ()) -> GuardDecision:
@@ -344,7 +342,6 @@ def require_fp32_masters(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def merge_sample_names(groups: Iterable[Iterable[str]]) -> tuple[str, ...]:
-    """All names once, in the order of their first appearance."""
     return tuple(dict.fromkeys(name for group in groups for name in group))
 
 
@@ -355,7 +352,6 @@ def format_sample_names(names: Sequence[str]) -> str:
 
 
 def make_guard_finding(verdict: GuardDecision, evidence: StepEvidence) -> Finding:
-    """The finding of a step that did not reach the adapter."""
     level = Level.ERROR if verdict.action is GuardAction.STOP else Level.WARNING
     subject = ", ".join(verdict.names[:3]) or evidence.where or f"step {evidence.step}"
     facts: dict[str, object] = {"step": evidence.step, "where": evidence.where, "names": list(verdict.names[:5])}
@@ -363,7 +359,6 @@ def make_guard_finding(verdict: GuardDecision, evidence: StepEvidence) -> Findin
 
 
 def make_preview_failed_finding(error: Exception) -> Finding:
-    """The finding of a preview that could not be drawn."""
     said = f"the preview failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     remedy = "The run goes on, and its files are safe. Draw later: finitune generate MODEL --adapter FILE"
     return Finding(Level.WARNING, "PREVIEW-FAILED", "preview", said, {}, remedy)

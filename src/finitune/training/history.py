@@ -102,7 +102,6 @@ class TrainingHistory:
                 yield told.finding
 
     def figures(self) -> dict[str, object]:
-        """The numbers of the run as a whole."""
         figures: dict[str, object] = {}
         if self.measured:
             figures |= {f"measured_{name}": value for name, value in asdict(self.measured).items() if value is not None}
@@ -166,7 +165,6 @@ class TensorBoardLogger:
         self.writer: Any = SummaryWriter(str(folder))
 
     def add(self, event: events.TrainingEvent) -> None:
-        """Write what an event has to show."""
         match event:
             case events.StepTaken():
                 self.scalars(event.step, loss=event.loss, smoothed=event.smoothed, grad_norm=event.grad_norm)

@@ -97,11 +97,9 @@ class Trainer:
 
     @property
     def epoch(self) -> int:
-        """Whole epochs that are over."""
         return self.now.step // self.run.course.steps_per_epoch
 
     def started(self) -> events.TrainingStarted:
-        """The arithmetic of the run."""
         training = self.run.config.training
         return events.TrainingStarted(
             first_step=self.now.step,
@@ -143,7 +141,6 @@ class Trainer:
         return verdict
 
     def gradient(self, step: int) -> StepGradient:
-        """The gradient of a step over all processes."""
         run = self.run
         excluded = frozenset(self.now.guard.quarantined)
         batches = [run.load(micro, excluded) for micro in run.course.select_micro_batches(step, run.ranks.rank)]
@@ -164,7 +161,6 @@ class Trainer:
             )
 
     def is_true_anywhere(self, here: bool) -> bool:
-        """Whether it is so in any process."""
         return any(self.run.ranks.gathered(here))
 
     def _has_finite_inputs(self, gradient: StepGradient) -> bool:
@@ -244,7 +240,6 @@ class Trainer:
     def told(
         self, gradient: StepGradient, evidence: StepEvidence, verdict: GuardDecision, step: int
     ) -> Iterator[events.TrainingEvent]:
-        """What should be known of a step."""
         now = self.now
         if verdict.action is not GuardAction.OK:
             yield events.FindingRaised(step, make_guard_finding(verdict, evidence))
@@ -263,7 +258,6 @@ class Trainer:
         yield from (events.FindingRaised(step, finding) for finding in (spike, silent) if finding)
 
     def stepped(self, gradient: StepGradient, rate: float, verdict: GuardDecision, seconds: float) -> events.StepTaken:
-        """The event of a step."""
         now = self.now
         return events.StepTaken(
             step=now.step,
@@ -279,7 +273,6 @@ class Trainer:
         )
 
     def take_snapshot(self) -> TrainingSnapshot:
-        """The state as it is, in memory."""
         now = self.now
         average = now.average.state_dict() if now.average else None
         return TrainingSnapshot(
@@ -316,7 +309,6 @@ class Trainer:
             yield from self.preview()
 
     def is_due(self, steps: int | None, epochs: int | None, ends: bool) -> bool:
-        """Whether something that happens every so many steps or epochs is due now."""
         return bool(steps and self.now.step % steps == 0) or bool(epochs and ends and self.epoch % epochs == 0)
 
     def save(self, final: bool) -> Iterator[events.TrainingEvent]:

@@ -47,7 +47,6 @@ class TrainingManifest:
     dataset: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        """The manifest in JSON's types."""
         return json.loads(json.dumps(to_json_value(asdict(self)), default=str))
 
     @classmethod
@@ -109,7 +108,6 @@ def list_adapter_differences(saved: TrainingManifest, now: TrainingManifest) -> 
 
 
 def list_optimizer_differences(saved: TrainingManifest, now: TrainingManifest) -> Iterable[str]:
-    """How two optimisers differ."""
     if saved.optimizer != now.optimizer:
         yield f"optimiser {saved.optimizer} in the state, {now.optimizer} now"
         return

@@ -83,14 +83,12 @@ def iterate_optimizer_names() -> Iterator[str]:
 
 
 def list_pytorch_optimizer_classes() -> list[str]:
-    """The class names that pytorch-optimizer lists."""
     from pytorch_optimizer import get_supported_optimizers, load_optimizer
 
     return [load_optimizer(name).__name__ for name in get_supported_optimizers()]
 
 
 def load_optimizer_class(name: str) -> OptimizerClass:
-    """The class of an offered name."""
     facts = read_optimizer_facts()
     own = facts["kohya"].get(name, {})
     library, class_name, preset = own.get("library", ""), own.get("class", name), own.get("preset", {})
@@ -108,7 +106,6 @@ def load_optimizer_class(name: str) -> OptimizerClass:
 
 
 def import_bitsandbytes_optim(name: str) -> Any:
-    """bitsandbytes.optim, where it can work."""
     if not torch.cuda.is_available():
         raise UsageError(
             f"{name} is from bitsandbytes, which needs a CUDA device; there is none here.",
@@ -214,7 +211,6 @@ def parse_optimizer_literal(text: str) -> Any:
 
 
 def make_optimizer_argument_error(found: OptimizerClass, name: str, value: object, why: str) -> UsageError:
-    """The refusal of one argument."""
     names = ", ".join(
         sorted(set(get_optimizer_arguments(found.cls)) - set(read_optimizer_facts()["forbidden_arguments"]))
     )
@@ -228,7 +224,6 @@ def make_optimizer_argument_error(found: OptimizerClass, name: str, value: objec
 
 
 def make_half_state_error(what: str, evidence: Mapping[str, object]) -> UsageError:
-    """The refusal of optimiser state, or of parameters, in half precision."""
     return UsageError(
         f"{what}: the optimiser works in fp32. {_HALF_STATE_REASON}",
         code="OPTIMIZER-HALF-STATE",

@@ -89,7 +89,6 @@ class OptimizerHandle:
 
     @property
     def param_groups(self) -> list[OptimizerParamGroup]:
-        """The groups, live."""
         return self.base.param_groups
 
     @property
@@ -98,11 +97,9 @@ class OptimizerHandle:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def step(self) -> None:
-        """Update the parameters by their gradients."""
         self.base.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         self.base.zero_grad(set_to_none=True)
 
     def train(self) -> None:
@@ -288,7 +285,6 @@ def make_diffusers_curve(settings: OptimizerSection, warmup: int, total_steps: i
 
 
 def set_learning_rates(optimizer: OptimizerHandle | torch.optim.Optimizer, factor: float) -> None:
-    """Give each group its own rate times `factor`."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
 

@@ -111,7 +111,6 @@ class ProcessRanks:
 
     @property
     def main(self) -> bool:
-        """Whether this is the process that writes."""
         return self.rank == 0
 
     @contextmanager
@@ -123,7 +122,6 @@ class ProcessRanks:
             raise make_process_lost_error(error, self.store) from error
 
     def wait(self) -> None:
-        """Go on when everybody is here."""
         if self.world > 1:
             with self.raise_process_loss():
                 distributed.barrier(*self.words)

@@ -169,7 +169,6 @@ class RunFolder:
             self.lock = None
 
     def make_locked_error(self, holder: dict[str, Any]) -> UsageError:
-        """What is said where another run is at work."""
         who = f"by process {holder['pid']} since {holder['since']}" if holder else "by another program"
         return UsageError(
             f"{self.path} is in use by another run: it is held {who}.",

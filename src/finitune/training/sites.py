@@ -42,7 +42,6 @@ class SelectedSite:
 
     @property
     def site(self) -> str:
-        """The component and the module's name."""
         return f"{self.component}.{self.module}"
 
     @property
@@ -52,7 +51,6 @@ class SelectedSite:
         return min(out, math.prod(inner))
 
     def target(self, weight: nn.Parameter, network: NetworkSection) -> Target:
-        """What a new adapter is made for."""
         options = {name: getattr(network, name) for name in _ALGORITHM_OPTIONS}
         return Target(weight, self.rank, self.alpha, options)
 
@@ -66,7 +64,6 @@ class SiteSelection:
     findings: tuple[Finding, ...] = ()
 
     def of(self, component: str) -> dict[str, SelectedSite]:
-        """The modules of one component, by name."""
         return {one.module: one for one in self.chosen if one.component == component}
 
     def table(self) -> Table:
@@ -96,7 +93,6 @@ class SitePattern:
     compiled: re.Pattern[str]
 
     def fits(self, *names: str) -> bool:
-        """Whether it is the whole of one of the names."""
         return any(self.compiled.fullmatch(name) for name in names)
 
 
@@ -165,12 +161,10 @@ def find_exclusion_reason(names: tuple[str, str], family: ModelSpec, patterns: M
 
 
 def has_spatial_kernel(layer: nn.Module) -> bool:
-    """Whether a layer is a convolution with a kernel larger than one."""
     return any(side > 1 for side in get_weight_shape(layer)[2:])
 
 
 def get_weight_shape(layer: nn.Module) -> tuple[int, ...]:
-    """The shape of a layer's weight."""
     weight: Any = layer.weight
     return tuple(weight.shape)
 
@@ -200,7 +194,6 @@ def choose_rank_and_alpha(
 def find_first_pattern(
     patterns: list[tuple[SitePattern, float]], names: tuple[str, str]
 ) -> tuple[SitePattern, float] | None:
-    """The first pattern that is one of the names, with its value."""
     return next(((pattern, value) for pattern, value in patterns if pattern.fits(*names)), None)
 
 
@@ -221,7 +214,6 @@ def compile_site_pattern(text: str, place: str) -> SitePattern:
 def make_idle_pattern_finding(
     pattern: SitePattern, chosen: Iterable[SelectedSite], left_out: Mapping[str, str]
 ) -> Finding:
-    """The finding that a pattern is the name of no module."""
     known = [*(one.original for one in chosen), *(site.partition(".")[2] for site in left_out)]
     return Finding(
         Level.ERROR,
@@ -254,7 +246,6 @@ def find_excessive_ranks(chosen: Iterable[SelectedSite], network: NetworkSection
 def make_no_sites_error(
     roots: Mapping[str, nn.Module], left_out: Mapping[str, str], findings: tuple[Finding, ...]
 ) -> UsageError:
-    """The error for a choice of nothing."""
     why = sorted(set(left_out.values()))
     return UsageError(
         f"no module of {', '.join(roots)} gets an adapter: {'; '.join(why) or 'there is none'}",
@@ -266,5 +257,4 @@ def make_no_sites_error(
 
 
 def mask_module_numbers(name: str) -> str:
-    """A name with its numbers as *."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -144,7 +144,6 @@ class GradientAccumulator:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory was short."""
     text = str(error).lower()
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
         words in text for words in _OUT_OF_MEMORY_PHRASES
@@ -165,7 +164,6 @@ def flatten_gradients(parameters: Sequence[torch.nn.Parameter], facts: Sequence[
 
 
 def assign_gradients(parameters: Sequence[torch.nn.Parameter], flat: Tensor) -> None:
-    """Put one vector back into the gradients."""
     place = 0
     for parameter in parameters:
         count = parameter.numel()

@@ -69,15 +69,12 @@ class RunningLoss:
         return self.epoch_sum / self.epoch_count if self.epoch_count else None
 
     def start_epoch(self) -> None:
-        """Begin the mean anew."""
         self.epoch_sum, self.epoch_count = 0.0, 0
 
     def state_dict(self) -> dict[str, float | int | None]:
-        """Everything, as JSON holds it."""
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, float | int | None]) -> None:
-        """Go on where `state` was taken."""
         for name in asdict(self):
             setattr(self, name, state[name])
 
@@ -138,7 +135,6 @@ class SpikeDetector:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the settings, as JSON holds it."""
         return {
             "count": self.count,
             "high": self._high,
@@ -147,14 +143,12 @@ class SpikeDetector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
         self.count, self._high = state["count"], state["high"]
         self.losses = deque(state["losses"], maxlen=_SPIKE_WINDOW)
         self.gradients = deque(state["gradients"], maxlen=_SPIKE_WINDOW)
 
 
 def has_finite_logarithm(value: float) -> bool:
-    """Whether a value has a finite logarithm."""
     return math.isfinite(value) and value > 0
 
 
@@ -278,5 +272,4 @@ def find_zero_tensors(tensors: Iterable[Tensor]) -> list[bool]:
 
 
 def fetch_scalars(numbers: Sequence[Tensor]) -> list[Any]:
-    """0-d tensors of one dtype as plain values."""
     return torch.stack(list(numbers)).tolist() if numbers else []

@@ -83,7 +83,6 @@ class TrainState:
 
     @classmethod
     def create(cls, run: TrainingRun) -> TrainState:
-        """At the first step."""
         decay = run.config.optimizer.ema_decay
         named = run.learner.named_parameters()
         return cls(
@@ -96,7 +95,6 @@ class TrainState:
         )
 
     def facts(self, run: TrainingRun) -> dict[str, Any]:
-        """What is plain of the state."""
         return {
             "guard": self.guard.state_dict(),
             "meter": self.meter.state_dict(),
@@ -120,7 +118,6 @@ class TrainState:
         )
 
     def load(self, run: TrainingRun, state: RunState) -> None:
-        """Go on where `state` was taken."""
         run.learner.restore(state.adapter)
         restore_random_states(state.rng)  # some optimisers draw from the shared generators
         self.optimizer.load_state_dict(state.optimizer)

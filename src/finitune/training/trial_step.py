@@ -49,7 +49,6 @@ class PeakMemoryTracker:
     device: torch.device
 
     def reset(self) -> None:
-        """Forget the peak."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -118,7 +117,6 @@ def measure_trial_step(
 def take_trial_step(
     differentiator: GradientAccumulator, optimizer: OptimizerHandle, batches: Sequence[TrainingBatch]
 ) -> None:
-    """Forward, backward and update, as the run does them."""
     gradient = differentiator.gradient(batches, step=-1)
     if gradient.finite:
         optimizer.step()

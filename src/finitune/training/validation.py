@@ -65,5 +65,4 @@ class HeldOutValidation:
 
 
 def average_sigma_losses(by_sigma: dict[float, float]) -> float:
-    """The mean over the sigmas."""
     return sum(by_sigma.values()) / len(by_sigma)
