@@ -63,7 +63,7 @@ class ProcessRanks:
     rank: int = 0
     world: int = 1
     device: torch.device = _CPU
-    words: list[distributed.ProcessGroup] = field(default_factory=list)
+    words: list[Any] = field(default_factory=list)
     store: list[distributed.Store] = field(default_factory=list)
 
     @classmethod
