@@ -204,6 +204,14 @@ def test_exit_codes(run: Journey, code: int, told: str, journey: Callable[..., l
     assert told in "".join(capsys.readouterr())
 
 
+def test_an_error_of_ours_ends_the_block_of_a_report_and_a_bug_escapes():
+    with Report("merge") as report:
+        raise UsageError("no", code="BOTH-GIVEN")
+    assert (report.findings[-1].code, report.exit_code) == ("BOTH-GIVEN", 2)
+    with pytest.raises(ZeroDivisionError), Report("merge"):
+        raise ZeroDivisionError
+
+
 def test_a_bug_is_one_line_in_text_and_a_finding_in_json(journey: Callable[..., list[Any]], capsys: Any):
     journey("demo", failing(ZeroDivisionError("x\ny")))
     assert main(["demo"]) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -145,12 +146,31 @@ def test_a_dry_run_writes_nothing_and_foretells(base, lora):
     assert len(table.rows) == 5 and table.rows[-1][0] == "all others"
 
 
-def test_fp8_with_a_scale_gets_a_new_scale(tmp_path, lora):
+CODED, CODES_SCALE = "net.blocks.0.mlp.layer1.weight", "net.blocks.0.mlp.layer1.scale_weight"
+
+
+def coded_tensors() -> dict[str, torch.Tensor]:
+    """A base of bf16 with one weight in codes of fp8."""
     plain = base_tensors(torch.float32)
-    name, scale_key = "net.blocks.0.mlp.layer1.weight", "net.blocks.0.mlp.layer1.scale_weight"
-    scale = plain[name].abs().max() / 448
-    tensors = {k: v.bfloat16() for k, v in plain.items()}
-    tensors |= {name: (plain[name] / scale).to(torch.float8_e4m3fn), scale_key: scale.reshape(1)}
+    scale = plain[CODED].abs().max() / 448
+    tensors = {name: tensor.bfloat16() for name, tensor in plain.items()}
+    return tensors | {CODED: (plain[CODED] / scale).to(torch.float8_e4m3fn), CODES_SCALE: scale.reshape(1)}
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_a_dry_run_foretells_what_becomes_of_codes(dtype, tmp_path, lora):
+    base = write_base(tmp_path / "base.safetensors", coded_tensors())
+    request = Request(model=str(base), adapters=(str(lora),), out=base.with_name("out.safetensors"), dtype=dtype)
+    foretold, real = run(replace(request, dry_run=True)), run(request)
+    assert foretold.ok and real.ok
+    for figure in ("bytes", "survival_min", "survival_median", "changed_share"):
+        assert foretold.figures[figure] == real.figures[figure], figure
+    assert (CODES_SCALE in TensorFile(request.out)) == (dtype is None)
+
+
+def test_fp8_with_a_scale_gets_a_new_scale(tmp_path, lora):
+    tensors, name, scale_key = coded_tensors(), CODED, CODES_SCALE
+    scale = tensors[scale_key].reshape(())
     base = write_base(tmp_path / "base.safetensors", tensors)
     _, results = merged(base, lora)
     source = dict(tensors)

@@ -27,6 +27,7 @@ from finitune.machine.measuring.trial import (
     OperationShape,
     cut_first_line,
     describe_operation_error,
+    lacks_kernel,
     make_normal_tensor,
     measure_seconds,
 )
@@ -78,6 +79,8 @@ class BackendResult:
     gradient_error: float | None = None
     failure: str = ""
     gradient_failure: str = ""
+    has_kernel: bool = True
+    """Whether the back end is for this device and dtype at all."""
 
     @property
     def right(self) -> bool:
@@ -183,7 +186,7 @@ def _passed(name: str, attend: AttentionCallable, has_gradients: bool, trials: S
     try:
         done = _forward(done, attend, trials)
     except Exception as error:
-        return replace(done, failure=describe_operation_error(error))
+        return replace(done, failure=describe_operation_error(error), has_kernel=not lacks_kernel(error))
     if not has_gradients:
         return replace(done, gradient_failure="has no gradients")
     try:

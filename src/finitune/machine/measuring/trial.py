@@ -193,9 +193,14 @@ def run_keeping_warnings(work: Callable[[], OperationResult]) -> OperationResult
     return replace(row, failure="; ".join([row.failure, *dict.fromkeys(reasons)]))
 
 
+def lacks_kernel(error: BaseException) -> bool:
+    """Whether torch has no kernel for what was asked; it has no type of its own for that, so its words must tell."""
+    return str(error).startswith(NO_KERNEL_PHRASES)
+
+
 def describe_operation_error(error: BaseException) -> str:
     """An exception in a line."""
-    if str(error).startswith(NO_KERNEL_PHRASES):
+    if lacks_kernel(error):
         return "not for this device and dtype"
     return f"{type(error).__name__}: {cut_first_line(str(error))}" if str(error) else type(error).__name__
 
