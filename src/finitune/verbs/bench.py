@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 import torch
 from cyclopts import Parameter
 
-from finitune.errors import FinituneError, UsageError, suggest_nearest_name
+from finitune.errors import UsageError, suggest_nearest_name
 from finitune.files.writer import write_text
 from finitune.generation.settings import parse_picture_size
 from finitune.machine.hardware import DeviceFacts, read_device_facts
@@ -88,11 +88,8 @@ _LAYERS_BY_MODEL: dict[str, Callable[[int], list[BenchLayer]]] = {
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Measure, report each back end and which to choose, and write the table as Markdown, to be pasted."""
-    report = Report("bench")
-    try:
+    with Report("bench") as report:
         _bench(request, report, progress or SilentProgress())
-    except FinituneError as error:
-        return report.fail(error)
     return report
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finitune.errors import FinituneError
 from finitune.generation.draw import (
     CallRecording,
     DrawnPictures,
@@ -65,11 +64,8 @@ class DiagnosisStage:
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Run the picture as asked, find the first bad stage, judge it against fp32, name the operation and the cure."""
-    report = Report("diagnose")
-    try:
+    with Report("diagnose") as report:
         diagnose_picture(request, report, progress)
-    except FinituneError as error:
-        return report.fail(error)
     return report
 
 

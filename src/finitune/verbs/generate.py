@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finitune import __version__
-from finitune.errors import FinituneError
 from finitune.files.writer import make_read_back_error
 from finitune.generation.draw import DrawnPictures, draw_picture_batch
 from finitune.generation.picture import read_picture_metadata, save_picture
@@ -56,14 +55,13 @@ class Request(DrawingOptions, AmbiguityRequest):
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Draw the picture, judge it, save it (as `.suspect.png` where it is bad), and report."""
-    report = Report("generate")
-    try:
-        return _run(request, report, progress)
-    except FinituneError as error:
-        return report.fail(error)
+    with Report("generate") as report:
+        draw_checked_picture(request, report, progress)
+    return report
 
 
-def _run(request: Request, report: Report, progress: Progress | None) -> Report:
+def draw_checked_picture(request: Request, report: Report, progress: Progress | None) -> None:
+    """Findings, figures and the artifact go to the report. Raises FinituneError."""
     settings, parts, precision, plan = prepare_generation(request, request.plan, report, progress)
     worn = None
     if request.adapter:
@@ -85,7 +83,6 @@ def _run(request: Request, report: Report, progress: Progress | None) -> Report:
     if worn:
         metadata |= {"adapters": worn.receipts, "merged_first": request.merge_first}
     report.artifacts["picture"] = str(_save(request.out, drawing, metadata, good=verdict.good))
-    return report
 
 
 def prepare_generation(

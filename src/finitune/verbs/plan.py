@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from finitune.errors import FileError, FinituneError, UsageError
+from finitune.errors import FileError, UsageError
 from finitune.files.sniff import read_utf8_text
 from finitune.generation.draw import DrawnPictures
 from finitune.generation.planning import calibrate_model, certify_model_plan, draw_in_precision, make_model_plan
@@ -78,8 +78,7 @@ class PlanProof:
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Measure, plan, prove, write the plan and read it back."""
-    report = Report("plan")
-    try:
+    with Report("plan") as report:
         if not 0 <= request.headroom_bits <= 10:
             raise UsageError(
                 f"--headroom-bits: {request.headroom_bits} is not in 0 .. 10",
@@ -96,8 +95,6 @@ def run(request: Request, progress: Progress | None = None) -> Report:
         judge_plan_proof(report, proof, request.headroom_bits)
         out = request.out or get_default_plan_path(request)
         report.artifacts["plan"] = str(write_plan(out if report.ok else out.with_suffix(".suspect.toml"), proof.plan))
-    except FinituneError as error:
-        return report.fail(error)
     return report
 
 
