@@ -18,6 +18,19 @@ class KeyStatus(str, Enum):
     NO_EFFECT = "has no effect in the original either"
 
 
+class KeyReason(str, Enum):
+    """Why a key fared as it did, where whoever reads the account decides by it; the note says it to people."""
+
+    OFF = "off"
+    """It is switched off: that it does nothing is no news."""
+    READ_FROM_TEXT = "read from text"
+    """A number or a truth value that stood in quotes."""
+    UNNEEDED = "not needed"
+    """It changed how the original works, not what it learns: nothing is lost."""
+    UNREADABLE = "unreadable"
+    UNKNOWN = "unknown"
+
+
 @dataclass(frozen=True)
 class ImportedKey:
     """One key of the original: its path there, its value, its fate, our key ("optimizer.learning_rate"), and why."""
@@ -27,6 +40,7 @@ class ImportedKey:
     fate: KeyStatus
     ours: str = ""
     note: str = ""
+    reason: KeyReason | None = None
 
 
 @dataclass(frozen=True)
@@ -34,13 +48,16 @@ class ImportedConfig:
     """A configuration in our own terms: the document that our TOML would hold, the account of every key, findings.
 
     `document` is {section: {key: value}}, with "general" and "datasets" as in a dataset TOML. Every leaf key of the
-    original has exactly one line.
+    original has exactly one line. `program` is its name, with what it was known by; `kind` the sort of document alone.
     """
 
     program: str
     document: Mapping[str, object]
     lines: tuple[ImportedKey, ...]
     findings: tuple[Finding, ...] = field(default=())
+    kind: str = ""
+    datasets_only: bool = False
+    """Whether such a document names pictures, and no training."""
 
     def table(self) -> Table:
         """The account for a person."""

@@ -1,17 +1,20 @@
-"""What trainers call the same things: dtypes, optimisers, schedules, losses, prompts, each once for all importers."""
+"""Conversions that rows of all programs may name, and what several importers do alike.
+
+A conversion takes a value, the keys beside it, and the arguments of its row; a value that it cannot read may raise.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from finitune.config.imported_config import KeyReason
+from finitune.importers.key_tables import read_shared_choices
 from finitune.importers.mapping import (
     ConvertedValue,
     ImportAccount,
-    ValueConverter,
-    convert_number,
-    make_choice_converter,
     mark_no_effect,
     mark_unsupported,
     take_changed,
@@ -20,136 +23,96 @@ from finitune.importers.mapping import (
 
 DEFAULT_IMPORT_RANK = 16
 """Our rank where none is given, and that of most."""
-_FP16_PRECISION = take_changed(
-    "auto",
-    "fp16 is autocast with a loss scale there; here scaled half products with fp32 masters wherever the machine has "
-    "fast fp16",
-)
-_PRECISION_BY_DTYPE: Mapping[str, object] = {
-    **dict.fromkeys(("bf16", "bfloat16", "bfloat_16"), "bf16"),
-    **dict.fromkeys(("fp32", "float32", "float_32", "float", "no"), "fp32"),
-    **dict.fromkeys(("tf32", "tfloat_32"), take_changed("fp32", "TensorFloat-32 is not forced here")),
-    **dict.fromkeys(("fp16", "float16", "float_16"), _FP16_PRECISION),
-}
+Siblings = Mapping[str, Any]
 
 
-def convert_compute_dtype(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    """The dtype of the arithmetic, as our precision."""
-    return make_choice_converter(_PRECISION_BY_DTYPE, "choose planned-half, current-half, bf16 or fp32 as precision.")(
-        value, beside
-    )
+def convert_as_is(value: Any, beside: Siblings) -> ConvertedValue:
+    return take_value(value)
 
 
-_SAVE_PRECISION_BY_DTYPE: Mapping[str, object] = {
-    **dict.fromkeys(("bf16", "bfloat16", "bfloat_16"), "bf16"),
-    **dict.fromkeys(("fp32", "float32", "float_32", "float"), "fp32"),
-    **dict.fromkeys(("fp16", "float16", "float_16"), "fp16"),
-}
+def convert_number(value: Any, beside: Siblings) -> ConvertedValue:
+    """A number; text that looks like one (YAML 1.1 reads 1e-4 as text) is converted, other text left to be refused."""
+    if not isinstance(value, str):
+        return take_value(value)
+    try:
+        return replace(
+            take_changed(float(value), "text in the file; read as a number"), reason=KeyReason.READ_FROM_TEXT
+        )
+    except ValueError:
+        return take_value(value)
 
 
-def convert_saved_dtype(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    """The dtype of files."""
-    return make_choice_converter(_SAVE_PRECISION_BY_DTYPE, "choose fp32, fp16 or bf16 as save_precision.")(
-        value, beside
-    )
+def convert_whole_number(value: Any, beside: Siblings) -> ConvertedValue:
+    """A whole number; 1e6 and "1e6" are ones, too."""
+    answer = convert_number(value, beside)
+    if isinstance(answer.value, float) and answer.value.is_integer():
+        return replace(answer, value=int(answer.value))
+    return answer
 
 
-def convert_storage_dtype(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
+def convert_positive(value: Any, beside: Siblings) -> ConvertedValue:
+    """A whole number where 0 and less mean never."""
+    answer = convert_whole_number(value, beside)
+    never = isinstance(answer.value, (int, float)) and answer.value <= 0
+    return mark_no_effect("never") if never else answer
+
+
+def convert_boolean(value: Any, beside: Siblings) -> ConvertedValue:
+    """True or false; as text, too."""
+    words = {"true": True, "false": False}
+    if isinstance(value, str) and value.lower() in words:
+        note = "text in the file; read as true or false"
+        return replace(take_changed(words[value.lower()], note), reason=KeyReason.READ_FROM_TEXT)
+    return take_value(value)
+
+
+def convert_size_list(value: Any, beside: Siblings, note: str) -> ConvertedValue:
+    """One size or several; `note` says what becomes of {count}."""
+    if not isinstance(value, list):
+        return convert_whole_number(value, beside)
+    return take_changed(value, note.format(count=len(value))) if len(value) != 1 else take_value(value)
+
+
+def convert_storage_dtype(value: Any, beside: Siblings) -> ConvertedValue:
     """How the frozen weights are held: 8-bit floats, or a plain dtype."""
     name = re.sub(r"^q(?=float)", "", str(value).lower())
     if name.startswith(("float8", "fp8", "float_8")):
-        return (
-            take_value("fp8")
-            if "w8a8" not in name
-            else take_changed("fp8", "weights in 8 bits; products in the full dtype")
-        )
-    if name in _SAVE_PRECISION_BY_DTYPE:
-        return take_value(_SAVE_PRECISION_BY_DTYPE[name])
-    return mark_unsupported(f"{value!r}: 8-bit floats are the smallest storage here; set storage to fp8.")
+        if "w8a8" in name:
+            return take_changed("fp8", "weights in 8 bits; products in the full dtype")
+        return take_value("fp8")
+    answer = read_shared_choices()["saved_precision"].get(name)
+    return answer or mark_unsupported(f"{value!r}: 8-bit floats are the smallest storage here; set storage to fp8.")
 
 
-_OPTIMIZER_BY_NAME = {
-    "adafactor": "Adafactor",
-    "adagrad": "Adagrad",
-    "adam": "Adam",
-    "adam8bit": "Adam8bit",
-    "adamw": "AdamW",
-    "adamw8bit": "AdamW8bit",
-    "adan": "Adan",
-    "ademamix": "AdEMAMix",
-    "adopt": "ADOPT",
-    "came": "CAME",
-    "dadaptadam": "DAdaptAdam",
-    "dadaptlion": "DAdaptLion",
-    "lamb": "Lamb",
-    "lion": "Lion",
-    "lion8bit": "Lion8bit",
-    "muon": "Muon",
-    "prodigy": "Prodigy",
-    "radam": "RAdam",
-    "ranger": "Ranger",
-    "rmsprop": "RMSprop",
-    "schedulefreeadamw": "ScheduleFreeAdamW",
-    "sgd": "SGD",
-    "soap": "SOAP",
-    "stableadamw": "StableAdamW",
-    "tiger": "Tiger",
-    "yogi": "Yogi",
-}
-_OPTIMIZER_VARIANTS = {
-    "adamwbf16": take_changed("AdamW", "bf16 weights with stochastic rounding there; the masters are fp32 here"),
-    "adamwadv": take_changed("AdamW", "OneTrainer's own variant; the plain one here"),
-    "adamw8bitkahan": take_changed("AdamW8bit", "Kahan sums are for bf16 weights; the masters are fp32 here"),
-    "adamwschedulefree": take_value("ScheduleFreeAdamW"),
-    "adamschedulefree": take_value("ScheduleFreeAdamW"),
-    "prodigyopt": take_value("Prodigy"),
-    "prodigy8bit": take_changed("Prodigy", "its state is fp32 here"),
-    "prodigyplusschedulefree": take_changed("Prodigy", "without the schedule-free average"),
-    "pagedadamw8bit": take_changed("AdamW8bit", "its state is not paged to main memory here"),
-    "dadaptation": take_value("DAdaptAdam"),
-    "dadaptadan": take_changed("DAdaptAdam", "Adam instead of Adan"),
-}
-
-
-def convert_optimizer_name(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
+def convert_optimizer(value: Any, beside: Siblings) -> ConvertedValue:
     """Our name of an optimiser, whichever library the original takes it from."""
     name = re.sub(r"^(bnb|optimi|ao|torch)[-_]|[-_](optimi|paged|bnb)$", "", str(value).lower().partition("+")[0])
-    plain = re.sub(r"[-_ ]", "", name)
-    if plain in _OPTIMIZER_BY_NAME:
-        return take_value(_OPTIMIZER_BY_NAME[plain])
-    return _OPTIMIZER_VARIANTS.get(plain) or mark_unsupported(
-        f"{value!r}: choose one of torch, pytorch-optimizer or bitsandbytes; AdamW is taken."
-    )
+    answer = read_shared_choices()["optimizer"].get(re.sub(r"[-_ ]", "", name))
+    todo = "choose one of torch, pytorch-optimizer or bitsandbytes; AdamW is taken."
+    return answer or mark_unsupported(f"{value!r}: {todo}")
 
 
-_SCHEDULE_BY_NAME: Mapping[str, object] = {
-    name: name
-    for name in ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")
-}
-
-IMPORTED_LOSS_TYPES: Mapping[str, object] = {"mse": "l2", "l2": "l2", "mae": "l1", "l1": "l1", "huber": "huber"}
+def convert_betas(value: Any, beside: Siblings, first: str, second: str) -> ConvertedValue:
+    """Two keys that are one pair here; each writes both."""
+    return take_value([float(beside.get(first) or 0.9), float(beside.get(second) or 0.999)])
 
 
-def convert_schedule_name(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    """The course of the learning rate."""
-    return make_choice_converter(_SCHEDULE_BY_NAME, "the learning rate stays constant; set lr_scheduler.")(
-        value, beside
-    )
+def convert_name_parts(value: Any, beside: Siblings) -> ConvertedValue:
+    """Parts of module names, as regular expressions of whole ones."""
+    return take_value([build_name_part_pattern(str(part)) for part in wrap_in_list(value)])
 
 
-def make_betas_converter(first: str, second: str) -> ValueConverter:
-    """The conversion of two keys that are one pair here; each writes both."""
-
-    def pair(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-        return take_value([float(beside.get(first) or 0.9), float(beside.get(second) or 0.999)])
-
-    return pair
+def convert_lokr_rank(value: Any, beside: Siblings, kind_key: str, full: int) -> ConvertedValue:
+    """A rank; from `full` on it means a full second factor where `kind_key` says LoKr."""
+    if beside.get(kind_key) == "lokr" and to_whole_number(value) >= full:
+        return take_changed(1, "so large a rank means a full second factor", network__full_matrix=True)
+    return convert_whole_number(value, beside)
 
 
-def set_lokr_unit_scale(account: ImportAccount) -> None:
-    """LoKr with a full second factor has no alpha in LyCORIS and its kin: the scale is 1, as with alpha = rank."""
-    if account.get("network.full_matrix") and not account.get("network.decompose_both"):
-        account.set("network.network_alpha", account.get("network.network_dim") or DEFAULT_IMPORT_RANK)
+SHARED_CONVERTERS = (
+    *(convert_as_is, convert_number, convert_whole_number, convert_positive, convert_boolean, convert_size_list),
+    *(convert_storage_dtype, convert_optimizer, convert_betas, convert_name_parts, convert_lokr_rank),
+)
 
 
 def build_name_part_pattern(part: str) -> str:
@@ -157,10 +120,10 @@ def build_name_part_pattern(part: str) -> str:
     return f".*{re.escape(part)}.*"
 
 
-def convert_name_parts(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    """Parts of module names, as regular expressions of whole ones."""
-    parts = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
-    return take_value([build_name_part_pattern(str(part)) for part in parts])
+def set_lokr_unit_scale(account: ImportAccount) -> None:
+    """LoKr with a full second factor has no alpha in LyCORIS and its kin: the scale is 1, as with alpha = rank."""
+    if account.get("network.full_matrix") and not account.get("network.decompose_both"):
+        account.set("network.network_alpha", account.get("network.network_dim") or DEFAULT_IMPORT_RANK)
 
 
 def format_prompt_line(prompt: str, options: Mapping[str, object]) -> str:
@@ -170,13 +133,10 @@ def format_prompt_line(prompt: str, options: Mapping[str, object]) -> str:
 
 
 def build_datasets_by_resolution(
-    options: Mapping[str, object], subsets: Sequence[Mapping[str, object]], resolutions: Sequence[object]
+    options: Mapping[str, object], subset: Mapping[str, object], resolutions: Sequence[object]
 ) -> list[dict[str, object]]:
-    """One [[datasets]] for each resolution, over the same folders: pictures are shown at each of them."""
-    return [
-        {**options, "resolution": resolution, "subsets": [dict(subset) for subset in subsets]}
-        for resolution in resolutions
-    ]
+    """One [[datasets]] for each resolution, over the same folder: pictures are shown at each of them."""
+    return [{**options, "resolution": resolution, "subsets": [dict(subset)]} for resolution in resolutions]
 
 
 def wrap_in_list(value: Any) -> list[Any]:
@@ -190,19 +150,3 @@ def to_whole_number(value: Any) -> Any:
         return int(float(value))
     except (TypeError, ValueError):
         return value
-
-
-def convert_self_tuned_rate(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    answer = convert_number(value, beside)
-    finds_itself = str(beside.get("optimizer", "")).lower().startswith(("prodigy", "dadaptation"))
-    if finds_itself and isinstance(answer.value, (int, float)) and answer.value < 0.1:
-        return take_changed(1.0, "below 0.1 ai-toolkit takes 1 for an optimiser that finds the rate itself")
-    return answer
-
-
-def convert_walk_seed(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    if value:
-        return mark_no_effect("each prompt has the next seed here anyway")
-    return mark_unsupported(
-        "each prompt has the next seed here; write --d SEED behind each prompt for one and the same"
-    )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from finitune.config.toml_text import parse_toml_text, read_config_text
 from finitune.errors import UsageError
-from finitune.importers.text_limits import has_too_many_yaml_nodes, is_nested_too_deeply
 from finitune.report import Finding, Level
 
 _JSON_START_PATTERN = re.compile(r"\s*(?:\{|\[\s*[{\]])")
@@ -20,7 +22,14 @@ _TOML_ASSIGNMENT_PATTERN = re.compile(r"^\s*[\w\"'.-]+\s*=(?!=)", re.MULTILINE)
 _TRAINING_COMMAND_PATTERN = re.compile(
     r"(?:\.py\b|\baccelerate\b|\bpython\d?\b|\btorchrun\b|\bsimpletuner\b).*?\s--?\w", re.DOTALL
 )
-_CONTINUED_LINE_PATTERN = re.compile(r"[\\^`][ \t]*\n")
+_CONTINUED_LINE_PATTERN = re.compile(r"[\\^`][ \t]*\r?\n")
+_WINDOWS_SHELL_PATTERN = re.compile(r"[A-Za-z]:\\|\^[ \t]*\r?\n|`[ \t]*\r?\n")
+_NEGATIVE_NUMBER_PATTERN = re.compile(r"-\.?\d")
+_MAX_BRACKET_DEPTH = 200
+"""Brackets within brackets: parsers take hours over what nobody has written. Configurations have fewer than ten."""
+_MAX_YAML_NODES = 1_000_000
+"""Values of a document of YAML, those counted each time that an alias repeats."""
+_BRACKET_PATTERN = re.compile(r"[\[\]{}]")
 _YAML_BOOLEAN_WORDS = ("yes", "no", "on", "off", "y", "n")
 
 
@@ -77,8 +86,6 @@ def parse_foreign_json(text: str, path: Path) -> Any:
 
 def parse_foreign_yaml(text: str, path: Path) -> Any:
     """The document of a YAML text, by the safe loader; raises UsageError (CONFIG-SYNTAX) with line and column."""
-    import yaml
-
     try:
         if has_too_many_yaml_nodes(yaml.compose(text, Loader=yaml.SafeLoader)):
             raise make_foreign_syntax_error(path, "YAML", "its aliases stand for more values than can be meant", 1, 1)
@@ -123,8 +130,6 @@ def make_foreign_syntax_error(
 
 def find_surprising_yaml_values(text: str, path: Path) -> Iterator[Finding]:
     """A warning for each plain value that YAML 1.1 reads as another one: 017 is 15, 12:30 is 750, no is false."""
-    import yaml
-
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     for key, node in iterate_yaml_scalars(root, set()):
         raw, tag = str(node.value), node.tag.rpartition(":")[2]
@@ -147,8 +152,6 @@ def find_surprising_yaml_values(text: str, path: Path) -> Iterator[Finding]:
 
 def iterate_yaml_scalars(node: Any, seen: set[int], key: str = "") -> Iterator[tuple[str, Any]]:
     """Each scalar node that is a value, with the name of its key."""
-    import yaml
-
     if node is None or id(node) in seen:
         return
     seen.add(id(node))
@@ -160,3 +163,87 @@ def iterate_yaml_scalars(node: Any, seen: set[int], key: str = "") -> Iterator[t
     else:
         for item in node.value:
             yield from iterate_yaml_scalars(item, seen, key)
+
+
+def is_nested_too_deeply(text: str) -> bool:
+    """Whether a text has more brackets within brackets than any configuration, those in quotes counted, too."""
+    depth = 0
+    for bracket in _BRACKET_PATTERN.finditer(text):
+        depth += 1 if bracket[0] in "[{" else -1
+        if depth > _MAX_BRACKET_DEPTH:
+            return True
+    return False
+
+
+def has_too_many_yaml_nodes(node: Any) -> bool:
+    """Whether a node of YAML stands for more values than _MAX_YAML_NODES, as nine aliases of nine aliases of ... do."""
+    return _count_yaml_nodes(node, {}) > _MAX_YAML_NODES
+
+
+def _count_yaml_nodes(node: Any, known: dict[int, float]) -> float:
+    """How many values a node stands for; infinitely many where it holds itself."""
+    if id(node) not in known:
+        known[id(node)] = float("inf")
+        children = node.value if isinstance(getattr(node, "value", None), list) else []
+        inner = (part for child in children for part in (child if isinstance(child, tuple) else (child,)))
+        known[id(node)] = 1 + sum(_count_yaml_nodes(part, known) for part in inner)
+    return known[id(node)]
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The words before the script, the script, and its flags with their values, in order."""
+
+    launcher: tuple[tuple[str, object], ...]
+    script: str
+    flags: tuple[tuple[str, object], ...]
+
+
+def parse_command_line(line: str) -> CommandLine:
+    """A command line by its parts; raises UsageError (CONFIG-FLAGS) where a quote is not closed."""
+    tokens = split_command_line(line)
+    place = next((n for n, word in enumerate(tokens) if re.search(r"\.py$", word)), -1)
+    before, after = tokens[: max(place, 0)], tokens[place + 1 :]
+    return CommandLine(
+        tuple(parse_command_flags(before)), tokens[place] if place >= 0 else "", tuple(parse_command_flags(after))
+    )
+
+
+def split_command_line(line: str) -> list[str]:
+    """The words of a command line of any shell: continued lines joined; a backslash is part of a Windows path."""
+    lexer = shlex.shlex(_CONTINUED_LINE_PATTERN.sub(" ", line), posix=True, punctuation_chars=False)
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    if _WINDOWS_SHELL_PATTERN.search(line):
+        lexer.escape = ""
+    try:
+        return list(lexer)
+    except ValueError as error:
+        raise UsageError(
+            f"the command line cannot be taken apart: {str(error).lower()}",
+            code="CONFIG-FLAGS",
+            subject="--from",
+            evidence={"line": line[-80:]},
+            remedy="Close the quote; a quote within quotes is written with a backslash.",
+        ) from error
+
+
+def parse_command_flags(tokens: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """Each flag with its value: True without one, a list where there are several; other words by themselves."""
+    place = 0
+    while place < len(tokens):
+        word = tokens[place]
+        place += 1
+        if not word.startswith("-") or _NEGATIVE_NUMBER_PATTERN.match(word):
+            yield word, None
+            continue
+        name, equals, value = word.partition("=")
+        if equals:
+            yield name, value
+            continue
+        end = place
+        while end < len(tokens) and (not tokens[end].startswith("-") or _NEGATIVE_NUMBER_PATTERN.match(tokens[end])):
+            end += 1
+        values = list(tokens[place:end])
+        yield name, True if not values else values[0] if len(values) == 1 else values
+        place = end

@@ -6,39 +6,33 @@ earlier one, the command line stands over the file, and unknown keys are dropped
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finitune.config.arguments import parse_arguments
-from finitune.config.imported_config import ImportedConfig, ImportedKey, KeyStatus
+from finitune.config.imported_config import ImportedConfig, ImportedKey, KeyReason, KeyStatus
 from finitune.config.toml_text import format_key_path, read_toml
 from finitune.errors import UsageError
-from finitune.importers import kohya_network as network
-from finitune.importers.kohya_command_line import FAMILY_BY_TRAINING_SCRIPT, parse_command_line
+from finitune.importers.foreign_text import parse_command_line
 from finitune.importers.kohya_conversions import (
     KOHYA_OFF_VALUES,
-    KOHYA_TRUE_VALUES,
-    get_positive_sibling,
+    find_kohya_algorithm,
+    get_kohya_number,
+    get_network_module_name,
+    is_kohya_switch_on,
+    is_kohya_value_given,
+    is_lycoris_network,
     is_text_encoder_trained,
+    read_kohya_table,
 )
-from finitune.importers.kohya_datasets import (
-    KOHYA_PROGRAM_NAME,
-    collect_kohya_datasets,
-    import_kohya_dataset,
-    map_kohya_dataset,
-)
+from finitune.importers.kohya_datasets import collect_kohya_datasets, map_kohya_dataset, read_kohya_keys
 from finitune.importers.kohya_folders import scan_kohya_folder
-from finitune.importers.kohya_keys import KOHYA_DEFAULTS, KOHYA_NAME_BY_ALIAS, KOHYA_SECRET_KEYS, KOHYA_TRAINING_KEYS
-from finitune.importers.mapping import UNREADABLE_VALUE, ImportAccount
+from finitune.importers.mapping import ImportAccount
 from finitune.report import Finding, Level
 
-__all__ = ["import_kohya", "import_kohya_dataset", "import_kohya_flags", "import_kohya_options"]
-
 _LIST_OPTIONS = {"network_args", "optimizer_args", "lr_scheduler_args"}
-_READ_FROM_TEXT_NOTES = ("text in the file; read as a number", "text in the file; read as true or false")
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,7 @@ def import_kohya(document: Mapping[str, Any], source: Path) -> ImportedConfig:
     """
     levels = {name: document[name] for name in ("general", "datasets") if "datasets" in document and name in document}
     flat = list(flatten_kohya_options({name: value for name, value in document.items() if name not in levels}))
-    return import_kohya_options(flat, source, KOHYA_PROGRAM_NAME, levels)
+    return import_kohya_options(flat, source, read_kohya_table().program, levels)
 
 
 def import_kohya_flags(line: str) -> ImportedConfig:
@@ -70,64 +64,56 @@ def import_kohya_flags(line: str) -> ImportedConfig:
 
     Raises UsageError: CONFIG-FLAGS, CONFIG-NO-FILE.
     """
-    command = parse_command_line(line)
+    table, command = read_kohya_table(), parse_command_line(line)
     own = [KohyaOption(name, name.lstrip("-").replace("-", "_"), value) for name, value in command.flags]
     written: list[KohyaOption] = []
     for entry in own:
         if entry.name == "config_file":
-            name = str(entry.value)
-            file = find_named_file(
-                name if name.endswith(".toml") else f"{name}.toml", Path(), "config_file", "CONFIG-NO-FILE"
-            )
+            name = str(entry.value) if str(entry.value).endswith(".toml") else f"{entry.value}.toml"
+            file = find_named_file(name, Path(), "config_file", "CONFIG-NO-FILE")
             written += flatten_kohya_options(read_toml(file).document)
-    imported = import_kohya_options(
-        [*written, *own], Path("command line"), KOHYA_PROGRAM_NAME, {}, find_script_family(command.script)
-    )
-    launcher = [ImportedKey(*make_launcher_line(name, value)) for name, value in command.launcher]
-    if command.script:
-        fate = KeyStatus.TAKEN if command.script.endswith("anima_train_network.py") else KeyStatus.UNSUPPORTED
+    script = command.script.replace("\\", "/").rpartition("/")[2]
+    family = table.facts["family_by_script"].get(script, "")
+    imported = import_kohya_options([*written, *own], Path("command line"), table.program, {}, family)
+    launcher = [make_launcher_line(name, value) for name, value in command.launcher]
+    if script:
+        fate = KeyStatus.TAKEN if script.endswith("anima_train_network.py") else KeyStatus.UNSUPPORTED
         launcher.append(ImportedKey("script", command.script, fate, "", "finitune train stands in its place"))
-    lines = (drop_text_note(line) for line in imported.lines)
     findings = list(imported.findings)
-    if re.search(r"(^|[\\/])anima_train\.py$", command.script):
+    if script == "anima_train.py":
         message = "anima_train.py trains the whole model; here an adapter is trained"
         remedy = "Set network.algorithm = 'full' for a change of full rank, and merge it afterwards."
         findings.append(Finding(Level.WARNING, "CONFIG-WHOLE-MODEL", command.script, message, {}, remedy))
+    lines = (
+        # A flag is always text: that its number was read from text says nothing.
+        replace(line, fate=KeyStatus.TAKEN, note="", reason=None)
+        if line.key.startswith("-") and line.reason is KeyReason.READ_FROM_TEXT
+        else line
+        for line in imported.lines
+    )
     return replace(imported, lines=(*launcher, *lines), findings=tuple(findings))
 
 
-def make_launcher_line(name: str, value: object) -> tuple[str, object, KeyStatus, str, str]:
+def make_launcher_line(name: str, value: object) -> ImportedKey:
     """The line of a word in front of the script."""
     if name.startswith("-"):
         note = "not needed here: accelerate launch takes it in front of finitune train, too"
-        return f"launcher {name}", value, KeyStatus.UNSUPPORTED, "", note
+        return ImportedKey(f"launcher {name}", value, KeyStatus.UNSUPPORTED, "", note, KeyReason.UNNEEDED)
     if "=" in name:
         variable, _, setting = name.partition("=")
         note = "an environment variable: set it in front of finitune train, too"
-        return f"launcher {variable}", setting, KeyStatus.UNSUPPORTED, "", note
-    return f"launcher {name}", name, KeyStatus.TAKEN, "", "finitune train stands in its place"
-
-
-def drop_text_note(line: ImportedKey) -> ImportedKey:
-    """A flag is always text: that its number was read from text says nothing."""
-    plain = line.key.startswith("-") and line.note in _READ_FROM_TEXT_NOTES
-    return replace(line, fate=KeyStatus.TAKEN, note="") if plain else line
-
-
-def find_script_family(script: str) -> str:
-    """The model family that a script of sd-scripts trains, where it is not Anima."""
-    name = script.replace("\\", "/").rpartition("/")[2]
-    return FAMILY_BY_TRAINING_SCRIPT.get(name, "")
+        return ImportedKey(f"launcher {variable}", setting, KeyStatus.UNSUPPORTED, "", note)
+    return ImportedKey(f"launcher {name}", name, KeyStatus.TAKEN, "", "finitune train stands in its place")
 
 
 def flatten_kohya_options(document: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[KohyaOption]:
     """Every key of a document, its sections taken off."""
+    aliases = read_kohya_table().facts["name_by_alias"]
     for key, value in document.items():
-        place = (*path, key)
         if isinstance(value, Mapping) and not (key in _LIST_OPTIONS and path):
-            yield from flatten_kohya_options(value, place)
+            yield from flatten_kohya_options(value, (*path, key))
         else:
-            yield KohyaOption(format_key_path(place), KOHYA_NAME_BY_ALIAS.get(key, key), value)
+            yield KohyaOption(format_key_path((*path, key)), aliases.get(key, key), value)
 
 
 def import_kohya_options(
@@ -136,26 +122,27 @@ def import_kohya_options(
     program: str,
     levels: Mapping[str, Any],
     family: str = "",
-    absent: Mapping[str, object] = KOHYA_DEFAULTS,
+    absent: Mapping[str, object] | None = None,
 ) -> ImportedConfig:
     """The account of flat entries, a later one over an earlier of the same name, with sd-scripts' defaults.
 
     `levels` holds `general` and `datasets` where they stand in the same file; `family` is the model family that the
     configuration is known to be for, if it is not Anima; `absent` is what the original takes for absent keys.
     """
-    book = ImportAccount(program, str(source))
+    book = ImportAccount(program, str(source), unknown_note=f"no such key in {program}")
     entries = [part for entry in entries for part in expand_option_items(entry, book)]
     last = {entry.name: entry for entry in entries}
     flat = {name: entry.value for name, entry in last.items()}
+    flat["our_algorithm"] = find_kohya_algorithm(flat)  # rows ask for it
     for entry in entries:
         if last[entry.name] is entry:
             add_option_line(book, entry, flat)
         else:
             report_repeated_option(book, entry, last[entry.name])
     datasets = find_kohya_datasets(book, flat, source, levels)
-    fill_kohya_defaults(book, flat, datasets, absent)
-    for name in find_other_families(flat, family):
-        book.report_other_family("the model family", name)
+    fill_kohya_defaults(book, flat, datasets, read_kohya_table().defaults if absent is None else absent)
+    if other := find_other_family(flat, family):
+        book.report_other_family("the model family", other)
     return book.imported(datasets)
 
 
@@ -181,29 +168,24 @@ def expand_option_items(entry: KohyaOption, book: ImportAccount) -> Iterator[Koh
 
 def add_option_line(book: ImportAccount, entry: KohyaOption, flat: Mapping[str, Any]) -> None:
     """The line of one entry, with its own place, and a warning where something is lost."""
-    unknown = entry.name not in KOHYA_TRAINING_KEYS
     value = None if entry.value in KOHYA_OFF_VALUES else entry.value
-    book.answer(tuple(entry.name.split(".")) if unknown else (entry.name,), value, flat, KOHYA_TRAINING_KEYS)
+    known = entry.name in read_kohya_keys()
+    book.answer((entry.name,) if known else tuple(entry.name.split(".")), value, flat, read_kohya_keys())
     line = book.lines[-1]
     fate = KeyStatus.CHANGED if entry.note and line.fate is KeyStatus.TAKEN else line.fate
     note = "; ".join(part for part in (entry.note, line.note) if part)
     shown = mask_hidden_option(entry)
-    if unknown:
-        note = line.note.replace(f"no option of {book.program} that is known here", f"no such key in {book.program}")
-    book.lines[-1] = line = replace(line, key=entry.path, value=shown, fate=fate, note=note)
-    if unknown:
+    if line.reason is KeyReason.UNKNOWN:
         book.findings[-1] = replace(book.findings[-1], subject=f"{book.source}: {entry.path}")
-    elif fate is KeyStatus.UNSUPPORTED and not note.startswith(("not needed", UNREADABLE_VALUE.note)):
-        subject = f"{book.source}: {entry.path}"
-        message = f"{entry.path} = {shown!r} is not supported"
-        book.findings.append(
-            Finding(Level.WARNING, "CONFIG-UNSUPPORTED-KEY", subject, message, {"value": shown}, f"Instead: {note}")
-        )
+    elif fate is KeyStatus.UNSUPPORTED and line.reason not in (KeyReason.UNNEEDED, KeyReason.UNREADABLE):
+        message, remedy = f"{entry.path} = {shown!r} is not supported", f"Instead: {note}"
+        book.report(Level.WARNING, "CONFIG-UNSUPPORTED-KEY", entry.path, message, {"value": shown}, remedy)
+    book.lines[-1] = replace(line, key=entry.path, value=shown, fate=fate, note=note)
 
 
 def mask_hidden_option(entry: KohyaOption) -> object:
     """The value as the account shows it; a secret is hidden."""
-    if entry.name in KOHYA_SECRET_KEYS and entry.value not in KOHYA_OFF_VALUES:
+    if entry.name in read_kohya_table().facts["secret_keys"] and entry.value not in KOHYA_OFF_VALUES:
         return "(hidden)"
     return entry.value if entry.shown is None else entry.shown
 
@@ -215,9 +197,7 @@ def report_repeated_option(book: ImportAccount, entry: KohyaOption, last: KohyaO
     if entry.value != last.value and not (last.path.startswith("-") and not entry.path.startswith("-")):
         message = f"{entry.name} is given twice: {entry.path} = {shown!r}, then {last.path}, which counts"
         remedy = "Leave one of them out: sections count for nothing in sd-scripts."
-        book.findings.append(
-            Finding(Level.WARNING, "CONFIG-KEY-TWICE", f"{book.source}: {entry.path}", message, {}, remedy)
-        )
+        book.report(Level.WARNING, "CONFIG-KEY-TWICE", entry.path, message, {}, remedy)
 
 
 def find_kohya_datasets(
@@ -225,26 +205,24 @@ def find_kohya_datasets(
 ) -> list[dict[str, Any]]:
     """The datasets: in the same file, in the file of dataset_config, in a JSON of captions, or in N_name folders."""
     named = book.sections.pop("datasets", {})
-    file = flat.get("dataset_config")
     if levels:
         return merge_kohya_dataset(book, levels, source, "")
-    if file not in KOHYA_OFF_VALUES:
+    if is_kohya_value_given(flat, "dataset_config"):
         try:
-            path = find_named_file(str(file), source, "dataset_config", "CONFIG-NO-DATASETS")
+            path = find_named_file(str(flat["dataset_config"]), source, "dataset_config", "CONFIG-NO-DATASETS")
         except UsageError as error:  # an error of the account: the other keys are looked at all the same
             book.findings.append(Finding.of(error))
             return []
         return merge_kohya_dataset(book, read_toml(path).document, path, f"{path.name}: ")
     if "metadata_file" in named:
-        folder = {"image_dir": flat["train_data_dir"]} if flat.get("train_data_dir") not in KOHYA_OFF_VALUES else {}
+        folder = {"image_dir": flat["train_data_dir"]} if is_kohya_value_given(flat, "train_data_dir") else {}
         return [{"subsets": [{**named, **folder}]}]
     mask = {name: named[name] for name in ("conditioning_data_dir",) if name in named}
     subsets: list[dict[str, Any]] = []
     for key in ("train_data_dir", "reg_data_dir"):
-        if flat.get(key) not in KOHYA_OFF_VALUES:
-            part, findings = scan_kohya_folder(
-                resolve_named_folder(str(flat[key]), source), {}, is_reg=key == "reg_data_dir"
-            )
+        if is_kohya_value_given(flat, key):
+            folder = resolve_named_folder(str(flat[key]), source)
+            part, findings = scan_kohya_folder(folder, {}, is_reg=key == "reg_data_dir")
             book.findings.extend(findings)
             subsets += [{**subset, **mask} for dataset in part["datasets"] for subset in dataset["subsets"]]
     return [{"subsets": subsets}] if subsets else []
@@ -272,32 +250,30 @@ def fill_kohya_defaults(
     elif not book.get("training.max_train_epochs") and "training.max_train_epochs" not in absent:
         absent["training.max_train_steps"] = 1600
     absent["network.train_text_encoder"] = is_text_encoder_trained(flat)
-    if network.is_lycoris_network(flat):
+    if is_lycoris_network(flat):
         del absent["network.conv_dim"]
     levels = (*datasets, *(subset for dataset in datasets for subset in dataset["subsets"]))
     if book.get("general.alpha_mask") or any(level.get("alpha_mask") for level in levels):
         book.set("objective.masked_loss", True)  # sd-scripts masks wherever a picture has a mask of its own
     book.fill(absent)
-    if all(
-        get_positive_sibling(flat, name) for name in ("save_last_n_epochs", "save_last_n_steps", "save_every_n_steps")
-    ):
+    names = ("save_last_n_epochs", "save_last_n_steps", "save_every_n_steps")
+    if all(get_kohya_number(flat, name) > 0 for name in names):
         message = "save_last_n_epochs and save_last_n_steps are one number of files here: the later key counts"
         book.findings.append(Finding(Level.WARNING, "CONFIG-SAVE-LAST", book.source, message))
 
 
-def find_other_families(flat: Mapping[str, Any], family: str) -> Iterator[str]:
-    """The other model family that a configuration is plainly for."""
-    module = network.FAMILY_BY_NETWORK_MODULE.get(network.get_network_module_name(flat.get("network_module", "")), "")
-    other = family or (module if module != "Anima" else "")
-    if not other and flat.get("v2") in KOHYA_TRUE_VALUES:
-        other = "Stable Diffusion 2"
-    if not other and any(flat.get(name) not in KOHYA_OFF_VALUES for name in ("clip_l", "clip_g", "t5xxl", "ae")):
-        other = "FLUX.1 or Stable Diffusion 3"
+def find_other_family(flat: Mapping[str, Any], family: str) -> str:
+    """The other model family that a configuration is plainly for; '' where there is none."""
+    modules = read_kohya_table().facts["family_by_network_module"]
+    module = modules.get(get_network_module_name(flat.get("network_module", "")), "")
+    if other := family or (module if module != "Anima" else ""):
+        return other
+    if is_kohya_switch_on(flat, "v2"):
+        return "Stable Diffusion 2"
+    if any(is_kohya_value_given(flat, name) for name in ("clip_l", "clip_g", "t5xxl", "ae")):
+        return "FLUX.1 or Stable Diffusion 3"
     form = str(flat.get("model_train_type", "anima"))
-    if not other and not form.startswith("anima"):
-        other = form
-    if other:
-        yield other
+    return "" if form.startswith("anima") else form
 
 
 def resolve_named_folder(name: str, source: Path) -> Path:

@@ -1,57 +1,57 @@
-"""What kohya's keys become where the value is not simply taken over: one small function for each.
+"""What kohya's keys become where that is more than a row of `kohya.toml` can say.
 
-Each sees the value and the other keys beside it, because the meaning of a key of sd-scripts often depends on another:
+A conversion sees the value and all other keys, because the meaning of a key of sd-scripts often depends on another:
 `unet_lr` stands over `learning_rate`, epochs over steps, a window of steps becomes a number of files.
-Facts: sd-scripts, library/train_util.py, train_network.py, library/config_util.py.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
 from typing import Any, get_args
 
 from finitune.config.imported_config import KeyStatus
 from finitune.config.schema import LrSchedulerName
-from finitune.importers.conversions import convert_optimizer_name, wrap_in_list
+from finitune.importers.conversions import (
+    SHARED_CONVERTERS,
+    Siblings,
+    convert_number,
+    convert_optimizer,
+    convert_whole_number,
+    wrap_in_list,
+)
+from finitune.importers.key_tables import ProgramTable, read_program
 from finitune.importers.mapping import (
     ConvertedValue,
-    convert_as_is,
-    convert_number,
-    convert_whole_number,
     mark_no_effect,
     mark_unsupported,
     take_changed,
     take_value,
 )
 
-KohyaSiblings = Mapping[str, Any]
-
 KOHYA_OFF_VALUES = (None, "", "undefined", "None", "null")
 """What a form writes for nothing; `undefined` stands in files that lora-scripts exported."""
-
 KOHYA_TRUE_VALUES = (True, 1, "true", "True", "1")
 
 
-def get_sibling_value(beside: KohyaSiblings, name: str) -> Any:
-    """The value of a neighbour, text that is a number as one; None where it is absent or off."""
-    value = beside.get(name)
-    if value in KOHYA_OFF_VALUES:
-        return None
-    return convert_number(value, beside).value
+def is_kohya_value_given(beside: Siblings, name: str) -> bool:
+    """Whether a key says anything at all, be it zero or no."""
+    return beside.get(name) not in KOHYA_OFF_VALUES
 
 
-def get_positive_sibling(beside: KohyaSiblings, name: str) -> Any:
-    """The value of a neighbour that counts something; None where it is absent, off, or zero."""
-    value = get_sibling_value(beside, name)
-    return value if isinstance(value, (int, float)) and value > 0 else None
-
-
-def is_sibling_on(beside: KohyaSiblings, name: str) -> bool:
-    """Whether a switch beside is on."""
+def is_kohya_switch_on(beside: Siblings, name: str) -> bool:
     return beside.get(name) in KOHYA_TRUE_VALUES
 
 
-def convert_kohya_resolution(value: Any, beside: KohyaSiblings) -> ConvertedValue:
+def get_kohya_number(beside: Siblings, name: str) -> float:
+    """The number that a key holds, as a number or as text; 0 where it is absent, off, or holds none."""
+    value = convert_number(beside.get(name), beside).value
+    return value if isinstance(value, (int, float)) else 0
+
+
+def convert_kohya_resolution(value: Any, beside: Siblings) -> ConvertedValue:
     """A side, or width and height; kohya writes them as text, "512,768"."""
     if isinstance(value, float):
         return convert_whole_number(value, beside)
@@ -63,7 +63,7 @@ def convert_kohya_resolution(value: Any, beside: KohyaSiblings) -> ConvertedValu
     return take_value(sides[0] if len(sides) == 1 else sides)
 
 
-def convert_bucket_steps(value: Any, beside: KohyaSiblings) -> ConvertedValue:
+def convert_bucket_steps(value: Any, beside: Siblings) -> ConvertedValue:
     """A multiple of 16: the VAE's 8 times the patch of 2."""
     answer = convert_whole_number(value, beside)
     steps = answer.value
@@ -72,55 +72,37 @@ def convert_bucket_steps(value: Any, beside: KohyaSiblings) -> ConvertedValue:
     return take_changed(max(16, -(-steps // 16) * 16), "rounded up to a multiple of 16, which Anima needs")
 
 
-def convert_caption_extension(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """An ending; sd-scripts' default stands for what is absent."""
-    return (
-        take_changed(None, "the default there; here .txt is looked for, too")
-        if value == ".caption"
-        else take_value(value)
-    )
-
-
-def convert_face_crop(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """Not here."""
-    return mark_unsupported("crop the pictures around the faces beforehand.")
-
-
-def convert_kohya_learning_rate(value: Any, beside: KohyaSiblings) -> ConvertedValue:
+def convert_learning_rate(value: Any, beside: Siblings) -> ConvertedValue:
     """The rate of all, unless unet_lr says that of the denoiser; the text encoder's falls back on this one."""
     answer = convert_number(value, beside)
-    denoiser = get_sibling_value(beside, "unet_lr")
-    if denoiser is None:
+    if not is_kohya_value_given(beside, "unet_lr"):
         return answer
     also = {}
-    if is_text_encoder_trained(beside) and get_sibling_value(beside, "text_encoder_lr") is None:
+    if is_text_encoder_trained(beside) and not is_kohya_value_given(beside, "text_encoder_lr"):
         also = {"optimizer.text_encoder_lr": answer.value}
-    note = "unet_lr stands in its place for the denoiser"
-    return ConvertedValue(denoiser, KeyStatus.CHANGED, note, also)
+    denoiser = convert_number(beside["unet_lr"], beside).value
+    return ConvertedValue(denoiser, KeyStatus.CHANGED, "unet_lr stands in its place for the denoiser", also)
 
 
-def convert_text_encoder_lr(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """One rate; Anima has one text encoder."""
-    if is_sibling_on(beside, "network_train_unet_only"):
-        return mark_no_effect("network_train_unet_only: the text encoder is not trained")
+def convert_text_encoder_lr(value: Any, beside: Siblings) -> ConvertedValue:
     rates = wrap_in_list(value)
-    answer = convert_number(rates[0], beside) if rates else mark_no_effect("empty")
+    answer = convert_number(rates[0], beside)
     if answer.value == 0:
         return take_changed(None, "0: the text encoder is not trained")
     return take_changed(answer.value, "Anima has one text encoder: the first rate counts") if len(rates) > 1 else answer
 
 
-def is_text_encoder_trained(beside: KohyaSiblings) -> bool:
+def is_text_encoder_trained(beside: Siblings) -> bool:
     """Whether sd-scripts would train Qwen3: it does unless told not to, but not with its outputs cached."""
-    cached = is_sibling_on(beside, "cache_text_encoder_outputs") or is_sibling_on(
-        beside, "cache_text_encoder_outputs_to_disk"
+    switches = ("network_train_unet_only", "cache_text_encoder_outputs", "cache_text_encoder_outputs_to_disk")
+    rates = wrap_in_list(beside.get("text_encoder_lr"))
+    stopped = is_kohya_value_given(beside, "text_encoder_lr") and all(
+        convert_number(rate, {}).value == 0 for rate in rates
     )
-    rates = beside.get("text_encoder_lr")
-    stopped = rates not in KOHYA_OFF_VALUES and all(convert_number(rate, {}).value == 0 for rate in wrap_in_list(rates))
-    return not (is_sibling_on(beside, "network_train_unet_only") or cached or stopped)
+    return not (stopped or any(is_kohya_switch_on(beside, name) for name in switches))
 
 
-def convert_unet_only(value: Any, beside: KohyaSiblings) -> ConvertedValue:
+def convert_unet_only(value: Any, beside: Siblings) -> ConvertedValue:
     """Said the other way round here."""
     trains = is_text_encoder_trained(beside)
     if trains == (value in KOHYA_TRUE_VALUES):
@@ -128,261 +110,205 @@ def convert_unet_only(value: Any, beside: KohyaSiblings) -> ConvertedValue:
     return ConvertedValue(trains, note="said the other way round")
 
 
-def convert_max_steps(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """Steps, where epochs do not stand over them."""
-    if get_positive_sibling(beside, "max_train_epochs"):
-        return mark_no_effect("max_train_epochs stands over it")
-    answer = convert_whole_number(value, beside)
-    return mark_no_effect("off") if answer.value == 0 else answer
-
-
-def convert_kohya_warmup(value: Any, beside: KohyaSiblings) -> ConvertedValue:
+def convert_warmup(value: Any, beside: Siblings) -> ConvertedValue:
     """Steps as a whole number, or a share of all steps: as a fraction, or as text with %."""
     if isinstance(value, str) and value.strip().endswith("%"):
         share = convert_number(value.strip()[:-1], beside).value
-        return (
-            take_changed(share / 100, "a percentage; here a share") if isinstance(share, float) else take_value(value)
-        )
+        if isinstance(share, float):
+            return take_changed(share / 100, "a percentage; here a share")
+        return take_value(value)
     answer = convert_number(value, beside)
-    if isinstance(answer.value, float) and answer.value >= 1 and not isinstance(value, int):
-        return take_changed(
-            int(answer.value), "a fraction of 1 and above would be that many times all steps: taken as steps"
-        )
+    if isinstance(answer.value, float) and answer.value >= 1:
+        note = "a fraction of 1 and above would be that many times all steps: taken as steps"
+        return take_changed(int(answer.value), note)
     return answer
 
 
-_KOHYA_SCHEDULES = get_args(LrSchedulerName)
-"""Kohya's own names."""
-_NEAREST_SCHEDULE_BY_NAME = {
-    "warmup_stable_decay": "constant_with_warmup",
-    "inverse_sqrt": "polynomial",
-    "piecewise_constant": "constant",
-    "adafactor": "constant",
-    "cosineannealinglr": "cosine",
-    "cosineannealingwarmrestarts": "cosine_with_restarts",
-    "rex": "polynomial",
-}
-
-
-def convert_kohya_schedule(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """One of ours, or the nearest; a class in lr_scheduler_type stands over it."""
-    if beside.get("lr_scheduler_type") not in KOHYA_OFF_VALUES:
-        return mark_no_effect("lr_scheduler_type stands over it")
+def convert_kohya_schedule(value: Any, beside: Siblings) -> ConvertedValue:
+    """One of ours, which have kohya's names, or the nearest."""
     name = str(value).lower().partition(":")[0]
-    return take_value(name) if name in _KOHYA_SCHEDULES else convert_to_nearest_schedule(value, beside)
+    return take_value(name) if name in get_args(LrSchedulerName) else convert_nearest_schedule(value, beside)
 
 
-def convert_to_nearest_schedule(value: Any, beside: KohyaSiblings) -> ConvertedValue:
+def convert_nearest_schedule(value: Any, beside: Siblings) -> ConvertedValue:
     """What stands in the place of a schedule that we lack."""
-    name = str(value).rpartition(".")[2].lower()
-    nearest = (
-        name
-        if name in _KOHYA_SCHEDULES
-        else _NEAREST_SCHEDULE_BY_NAME.get(name, "cosine" if "cosine" in name else "constant")
-    )
+    nearest = name = str(value).rpartition(".")[2].lower()
+    if name not in get_args(LrSchedulerName):
+        guess = "cosine" if "cosine" in name else "constant"
+        nearest = read_kohya_table().facts["nearest_schedule"].get(name, guess)
     todo = f"no such schedule here; {nearest}, the nearest, stands in its place."
     return ConvertedValue(None, KeyStatus.UNSUPPORTED, todo, {"optimizer.lr_scheduler": nearest})
 
 
-_OPTIMIZER_BY_KOHYA_NAME = {
-    "adamwschedulefree": "ScheduleFreeAdamW",
-    "radamschedulefree": "ScheduleFreeRAdam",
-    "sgdschedulefree": "ScheduleFreeSGD",
-    "dadaptadampreprint": "DAdaptAdam",
-    "dadaptsgd": "DAdaptSGD",
-    "dadaptadagrad": "DAdaptAdaGrad",
-    "pagedadamw": "AdamW",
-    "pagedadamw32bit": "AdamW",
-    "pagedlion8bit": "Lion8bit",
-    "sgdnesterov": "SGD",
-    "sgdnesterov8bit": "SGD8bit",
-}
-
-
-def convert_kohya_optimizer(value: Any, beside: KohyaSiblings) -> ConvertedValue:
+def convert_kohya_optimizer(value: Any, beside: Siblings) -> ConvertedValue:
     """Our name of an optimiser; of a dotted class its last part."""
     name = str(value).rpartition(".")[2]
-    ours = _OPTIMIZER_BY_KOHYA_NAME.get(name.lower())
-    if ours and "nesterov" in name.lower():
-        also = {"optimizer.optimizer_args": merge_nesterov_args(beside)}
-        return ConvertedValue(
-            ours, KeyStatus.CHANGED, "SGD with nesterov and, if nothing is said, a momentum of 0.9", also
-        )
-    if ours:
-        return (
-            take_changed(ours, "its state is not paged to main memory here")
-            if "paged" in name.lower()
-            else take_value(ours)
-        )
-    answer = convert_optimizer_name(name, beside)
+    answer = convert_optimizer(name, beside)
     if answer.fate is KeyStatus.UNSUPPORTED:
         return ConvertedValue(name, note="looked up by this name when the run starts")
-    return answer
+    return replace(answer, also={"optimizer.optimizer_args": merge_nesterov_args(beside)}) if answer.also else answer
 
 
-def merge_nesterov_args(beside: KohyaSiblings) -> dict[str, object]:
+def merge_nesterov_args(beside: Siblings) -> dict[str, object]:
     """The optimiser's arguments, with those that the name SGDNesterov stands for."""
     arguments = beside.get("optimizer_args")
     named = {"nesterov": True, "momentum": 0.9} if "nesterov" in str(beside.get("optimizer_type")).lower() else {}
     return {**named, **(arguments if isinstance(arguments, Mapping) else {})}
 
 
-def convert_optimizer_args(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """The arguments by name."""
+def convert_optimizer_args(value: Any, beside: Siblings) -> ConvertedValue:
     arguments = merge_nesterov_args(beside)
     return take_value(arguments) if arguments else mark_no_effect("empty")
 
 
-def make_old_switch_converter(ours: str) -> Any:
-    """A switch of old versions that chose an optimiser."""
-
-    def convert(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-        chosen = value in KOHYA_TRUE_VALUES and beside.get("optimizer_type") in KOHYA_OFF_VALUES
-        return (
-            take_changed(ours, "an old switch for optimizer_type")
-            if chosen
-            else mark_no_effect("off, or optimizer_type counts")
-        )
-
-    return convert
+def convert_count(value: Any, beside: Siblings) -> ConvertedValue:
+    count = convert_whole_number(value, beside).value
+    return take_value(count) if isinstance(count, int) and count > 0 else mark_no_effect()
 
 
-def convert_huber_schedule(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """Only the constant one has a meaning for rectified flow."""
-    if str(beside.get("loss_type", "l2")) not in ("huber", "smooth_l1"):
-        return mark_no_effect("read for huber and smooth_l1 only")
-    if value == "constant":
-        return ConvertedValue(None, note="as here")
-    return mark_unsupported(
-        "sd-scripts stops on snr and sees exponential as almost constant: huber_c is constant here."
-    )
-
-
-def convert_last_n_epochs(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """A number of files."""
-    answer = convert_whole_number(value, beside)
-    if not isinstance(answer.value, int) or answer.value <= 0:
-        return mark_no_effect("off")
-    return take_changed(answer.value, "a number of files, of their states, too")
-
-
-def convert_last_n_steps(value: Any, beside: KohyaSiblings) -> ConvertedValue:
+def convert_last_n_steps(value: Any, beside: Siblings) -> ConvertedValue:
     """A window of steps there, a number of files here: those at most so many steps behind the newest."""
     window = convert_whole_number(value, beside).value
-    every = get_positive_sibling(beside, "save_every_n_steps")
+    every = get_kohya_number(beside, "save_every_n_steps")
     if not isinstance(window, int) or window <= 0:
-        return mark_no_effect("off")
-    if every is None:
+        return mark_no_effect()
+    if every <= 0:
         return mark_no_effect("without save_every_n_steps nothing is removed")
     files = int(window // every) + 1
     return take_changed(files, f"a window of {window} steps with a file every {int(every)}: {files} files")
 
 
-def make_last_n_state_converter(name: str) -> Any:
-    """States are kept as long as files here."""
-
-    def convert(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-        if value in (*KOHYA_OFF_VALUES, 0, "0"):
-            return mark_no_effect("off")
-        same = str(value) == str(beside.get(name))
-        return (
-            mark_no_effect(f"the same as {name}")
-            if same
-            else mark_unsupported("states are kept as long as files: save_last_n.")
-        )
-
-    return convert
+def convert_last_n_state(value: Any, beside: Siblings, name: str) -> ConvertedValue:
+    """States are kept as long as files here; `name` says how long those are."""
+    if str(value) == str(beside.get(name)):
+        return mark_no_effect(f"the same as {name}")
+    return mark_unsupported("states are kept as long as files: save_last_n.")
 
 
-def convert_state_at_end(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """The state of the run, with the last file only."""
-    if value not in KOHYA_TRUE_VALUES or is_sibling_on(beside, "save_state"):
-        return mark_no_effect("off, or save_state stands over it")
-    return take_changed(True, "written with each file here, not with the last only")
-
-
-def convert_preview_size(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """Width and height of a form, as one."""
-    width, height = (int(get_sibling_value(beside, name) or 1024) for name in ("sample_width", "sample_height"))
+def convert_preview_size(value: Any, beside: Siblings) -> ConvertedValue:
+    width, height = (int(get_kohya_number(beside, name) or 1024) for name in ("sample_width", "sample_height"))
     return take_changed(f"{width}x{height}", "width and height as one")
 
 
-def convert_blocks_to_swap(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """Blocks in main memory."""
-    return take_changed(convert_whole_number(value, beside).value, "moved by diffusers' group offload")
-
-
-def convert_fp8_base(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """8-bit storage works here; sd-scripts turns it off for Anima."""
-    if value not in KOHYA_TRUE_VALUES:
-        return mark_no_effect("off")
-    return take_changed("fp8", "sd-scripts turns it off for Anima; here the frozen weights are held in 8 bits")
-
-
-def convert_cache_switch(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """Latents and texts are always cached here, on disk."""
-    if value in KOHYA_TRUE_VALUES:
-        return ConvertedValue(None, note="always done here, on disk, by content")
-    return take_changed(None, "done all the same, on disk, by content")
-
-
-def convert_log_with(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """TensorBoard, or none."""
-    name = str(value).lower()
-    if name in ("tensorboard", "none"):
-        return take_value(name)
-    if name == "all":
-        return take_changed("tensorboard", "without wandb")
-    return mark_unsupported("log_with = 'tensorboard', and the report in the output folder.")
-
-
-def convert_logging_dir(value: Any, beside: KohyaSiblings) -> ConvertedValue:
+def convert_logging_dir(value: Any, beside: Siblings) -> ConvertedValue:
     """A folder; in sd-scripts it switches TensorBoard on."""
-    if beside.get("log_with") in KOHYA_OFF_VALUES:
-        return ConvertedValue(value, KeyStatus.CHANGED, "switches TensorBoard on", {"logging.log_with": "tensorboard"})
-    return take_value(value)
+    if is_kohya_value_given(beside, "log_with"):
+        return take_value(value)
+    return take_changed(value, "switches TensorBoard on", logging__log_with="tensorboard")
 
 
-def convert_kohya_resume(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """States of accelerate are pickles of its own shape."""
-    return mark_unsupported("states of sd-scripts cannot be read; go on from its adapter file by network_weights.")
-
-
-def convert_save_model_as(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """safetensors."""
-    return (
-        ConvertedValue(None, note="as here")
-        if value == "safetensors"
-        else mark_unsupported("adapters are safetensors files, never pickles.")
-    )
-
-
-def convert_prompt_file(value: Any, beside: KohyaSiblings) -> ConvertedValue:
+def convert_prompt_file(value: Any, beside: Siblings) -> ConvertedValue:
     """A text file of prompts."""
     if isinstance(value, str) and value.lower().endswith((".toml", ".json")):
         return mark_unsupported("write the prompts to a text file, one a line, with --n --w --h --d --s --l.")
     return take_value(value)
 
 
-def convert_positive_prompts(value: Any, beside: KohyaSiblings) -> ConvertedValue:
+def convert_positive_prompts(value: Any, beside: Siblings) -> ConvertedValue:
     """lora-scripts: the prompt in the form, its negative beside it."""
-    negative = beside.get("negative_prompts")
-    return take_value([f"{value} --n {negative}" if negative not in KOHYA_OFF_VALUES else value])
+    given = is_kohya_value_given(beside, "negative_prompts")
+    return take_value([f"{value} --n {beside['negative_prompts']}" if given else value])
 
 
-def convert_data_folder(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """The N_name folders, where no dataset TOML stands over them."""
-    return (
-        mark_no_effect("dataset_config stands over it")
-        if beside.get("dataset_config") not in KOHYA_OFF_VALUES
-        else convert_as_is(value, beside)
-    )
+def get_network_module_name(value: object) -> str:
+    """The last part of a network module: lycoris.kohya is kohya."""
+    return str(value).rpartition(".")[2].lower()
 
 
-def convert_json_repeats(value: Any, beside: KohyaSiblings) -> ConvertedValue:
-    """How often pictures of in_json are shown."""
-    return (
-        convert_whole_number(value, beside)
-        if beside.get("in_json") not in KOHYA_OFF_VALUES
-        else mark_no_effect("only in_json reads it")
-    )
+def is_lycoris_network(beside: Siblings) -> bool:
+    """Whether the network is one of LyCORIS: it says so, or only its algo is given."""
+    if not is_kohya_value_given(beside, "network_module"):
+        return "network_args.algo" in beside
+    return get_network_module_name(beside["network_module"]) in ("kohya", "locon")
+
+
+def find_kohya_algorithm(beside: Siblings) -> str:
+    """Our algorithm, from network_module and algo."""
+    module = get_network_module_name(beside.get("network_module", "lora")).split("_")[0]
+    name = str(beside.get("network_args.algo", "lora")) if is_lycoris_network(beside) else module
+    answer = read_kohya_table().reader.choices["network"].get(name.lower())
+    return str(answer.value) if answer else "lora"
+
+
+def convert_network_module(value: Any, beside: Siblings) -> ConvertedValue:
+    """The kind of adapter."""
+    table = read_kohya_table()
+    name, ours = get_network_module_name(value), find_kohya_algorithm(beside)
+    family = table.facts["family_by_network_module"].get(name)
+    if family is None:
+        return mark_unsupported("no such network module here; algorithm = 'lora' stands in its place.")
+    if name in ("kohya", "locon"):
+        return take_changed(ours, "LyCORIS: algo in network_args says the kind")
+    if family not in ("", "Anima"):
+        return take_changed(ours, f"a module for {family}; the targets are those of Anima")
+    return take_value(ours) if name != "lora" else take_changed(ours, "the targets are those of networks.lora_anima")
+
+
+def convert_lycoris_algo(value: Any, beside: Siblings) -> ConvertedValue:
+    """LyCORIS's kind of adapter; sd-scripts' own modules do not read it."""
+    if not is_lycoris_network(beside):
+        return mark_no_effect("only lycoris.kohya reads it")
+    answers = read_kohya_table().reader.choices["network"]
+    answer = answers.get(str(value).lower())
+    if answer is None:
+        return mark_unsupported(f"choose one of {', '.join(dict.fromkeys(str(a.value) for a in answers.values()))}.")
+    if answer.fate is KeyStatus.UNSUPPORTED:
+        return replace(answer, value=None, also={"network.algorithm": answer.value})
+    return answer
+
+
+def convert_pattern_list(value: Any, beside: Siblings) -> ConvertedValue:
+    """A list of regular expressions, which kohya writes as a Python literal."""
+    if not isinstance(value, str):
+        return take_value(list(value) if isinstance(value, (list, tuple)) else [str(value)])
+    try:
+        read = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        read = value
+    return take_value([str(item) for item in read] if isinstance(read, (list, tuple)) else [value])
+
+
+def convert_pattern_table(value: Any, beside: Siblings, whole: bool) -> ConvertedValue:
+    """'pattern=number,pattern=number' as a mapping; sd-scripts cuts at commas and equals signs, too."""
+    if isinstance(value, Mapping):
+        return take_value(dict(value))
+    table: dict[str, float] = {}
+    for part in str(value).split(","):
+        pattern, equals, text = part.rpartition("=")
+        try:
+            table[pattern.strip()] = int(float(text)) if whole else float(text)
+        except ValueError:
+            equals = ""
+        if not equals:
+            table_remedy = "write a table, {'pattern' = 8}, in the network section."
+            return mark_unsupported(f"{part!r} is not pattern=number: {table_remedy}")
+    return take_value(table)
+
+
+def convert_text_loraplus_ratio(value: Any, beside: Siblings) -> ConvertedValue:
+    """One ratio serves the denoiser and the text encoder."""
+    others = (get_kohya_number(beside, f"network_args.loraplus_{name}lr_ratio") for name in ("unet_", ""))
+    if convert_number(value, beside).value in (0, next(filter(None, others), 0)):
+        return mark_no_effect("off, or the same as that of the denoiser")
+    return mark_unsupported("the text encoder has the ratio of the denoiser: loraplus_lr_ratio.")
+
+
+def convert_tucker(value: Any, beside: Siblings) -> ConvertedValue:
+    """Under its name, or one of the older ones."""
+    names = ("use_tucker", "use_cp", "use_conv_cp")
+    return take_value(any(is_kohya_switch_on(beside, f"network_args.{name}") for name in names))
+
+
+@cache
+def read_kohya_table() -> ProgramTable:
+    """Every key of a training."""
+    return read_program("kohya", (*SHARED_CONVERTERS, *_KOHYA_CONVERTERS))
+
+
+_KOHYA_CONVERTERS = (
+    *(convert_kohya_resolution, convert_bucket_steps, convert_learning_rate, convert_text_encoder_lr),
+    *(convert_unet_only, convert_warmup, convert_kohya_schedule, convert_nearest_schedule, convert_kohya_optimizer),
+    *(convert_optimizer_args, convert_count, convert_last_n_steps, convert_last_n_state, convert_preview_size),
+    *(convert_logging_dir, convert_prompt_file, convert_positive_prompts, convert_network_module),
+    *(convert_lycoris_algo, convert_pattern_list, convert_pattern_table, convert_text_loraplus_ratio, convert_tucker),
+)

@@ -1,18 +1,20 @@
-"""Importing by table: a visible row for each key that a program knows, one line of account for each key of a file.
+"""Importing by table: a row for each key that a program knows, one line of account for each key of a file.
 
 A row says where a value goes ("section", "key") and how it is converted. A conversion sees the value and its siblings,
 because the meaning of a number often stands in the key next to it (a unit, a switch). What no row knows is reported:
 the programs imported here ignore unknown keys silently, so that a slip of the pen can have trained for weeks.
+
+The rows of each program are data: `key_tables` reads them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from finitune.config.imported_config import ImportedConfig, ImportedKey, KeyStatus
+from finitune.config.imported_config import ImportedConfig, ImportedKey, KeyReason, KeyStatus
 from finitune.config.toml_text import format_key_path
 from finitune.errors import suggest_nearest_name
 from finitune.report import Finding, Level
@@ -28,7 +30,7 @@ _LIST_SECTION_NAMES = {
 _SECRET_KEY_PATTERN = re.compile(
     r"(?:^|[._])(?:secrets|secret|password|api_?key|access_key|(?:hf|hub|huggingface)_token)(?:[._]|$)"
 )
-_EMPTY_VALUES = (None, "", [], {})
+EMPTY_VALUES = (None, "", [], {})
 
 ForeignKeyPath = tuple[str | int, ...]
 ConfigFileReader = Callable[[str], Any]
@@ -44,8 +46,12 @@ class ConvertedValue:
     note: str = ""
     also: Mapping[str, object] = field(default_factory=dict)
     place: str = ""
+    reason: KeyReason | None = None
 
 
+UNREADABLE_VALUE = ConvertedValue(
+    None, KeyStatus.UNSUPPORTED, "it cannot be read; correct it in the original", reason=KeyReason.UNREADABLE
+)
 ValueConverter = Callable[[Any, Mapping[str, Any]], ConvertedValue]
 
 
@@ -73,6 +79,10 @@ def take_changed(value: object, note: str, **also: object) -> ConvertedValue:
     return ConvertedValue(value, KeyStatus.CHANGED, note, _restore_dots(also))
 
 
+def _restore_dots(also: Mapping[str, object]) -> dict[str, object]:
+    return {name.replace("__", ".", 1): value for name, value in also.items()}
+
+
 def mark_unsupported(todo: str) -> ConvertedValue:
     """Nothing here; `todo` says what to do."""
     return ConvertedValue(None, KeyStatus.UNSUPPORTED, todo)
@@ -80,49 +90,7 @@ def mark_unsupported(todo: str) -> ConvertedValue:
 
 def mark_no_effect(why: str = "off") -> ConvertedValue:
     """Nothing there either."""
-    return ConvertedValue(None, KeyStatus.NO_EFFECT, why)
-
-
-def _restore_dots(also: Mapping[str, object]) -> dict[str, object]:
-    return {name.replace("__", ".", 1): value for name, value in also.items()}
-
-
-def map_to(place: str, convert: ValueConverter | None = None, note: str = "") -> KeyMapping:
-    """A row to our "section.key"."""
-    section, _, key = place.partition(".")
-    return KeyMapping(section, key, convert or convert_as_is, note)
-
-
-def map_unsupported(todo: str, *off: object) -> KeyMapping:
-    """A row of something that we do not have; at one of the values `off` it does nothing there either."""
-    return KeyMapping("", "", lambda value, _: mark_no_effect() if _is_one_of(value, off) else mark_unsupported(todo))
-
-
-def map_constant(*values: object, todo: str) -> KeyMapping:
-    """A row of something that is so here without being said; any other value is not supported."""
-    return KeyMapping(
-        "", "", lambda value, _: ConvertedValue() if _is_one_of(value, values) else mark_unsupported(todo)
-    )
-
-
-def map_implicit(how: str) -> KeyMapping:
-    """A row of something that is done here in its own way, without an option."""
-    return KeyMapping("", "", lambda value, _: take_changed(None, how))
-
-
-def map_no_effect(why: str) -> KeyMapping:
-    """A row of something that changes nothing in the original either."""
-    return KeyMapping("", "", lambda value, _: mark_no_effect(why))
-
-
-def _is_one_of(value: object, off: Sequence[object]) -> bool:
-    """Equality, but True is not 1."""
-    return any(value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in off)
-
-
-def prefix_keys(prefix: str, rows: KeyTable) -> dict[str, KeyMapping]:
-    """The same rows, one level deeper."""
-    return {f"{prefix}.{name}": row for name, row in rows.items()}
+    return ConvertedValue(None, KeyStatus.NO_EFFECT, why, reason=KeyReason.OFF if why in ("off", "never") else None)
 
 
 @dataclass
@@ -137,12 +105,13 @@ class ImportAccount:
     scoped: dict[str, dict[tuple[int, ...], dict[str, Any]]] = field(
         default_factory=lambda: {s: {} for s in _LIST_SECTION_NAMES}
     )
+    unknown_note: str = ""
+    """What is said of an unknown key, if not that we know no such option."""
 
     def walk(self, document: Mapping[str, Any], rows: KeyTable, prefix: ForeignKeyPath = ()) -> None:
         """Give each leaf of `document` its line."""
         for path, value, beside in iterate_config_leaves(document):
-            path = (*prefix, *path)
-            self.answer(path, value, beside, rows)
+            self.answer((*prefix, *path), value, beside, rows)
 
     def answer(self, path: ForeignKeyPath, value: object, beside: Mapping[str, Any], rows: KeyTable) -> None:
         """The line of one leaf, and the options that follow from it."""
@@ -150,19 +119,20 @@ class ImportAccount:
         if row is None:
             self.unknown(path, value, rows)
             return
-        absent = value in _EMPTY_VALUES and not row.empty
-        answer = mark_no_effect("empty: the default counts") if absent else apply_converter(row.convert, value, beside)
-        if answer is UNREADABLE_VALUE:
+        if value in EMPTY_VALUES and not row.empty:
+            answer = mark_no_effect("empty: the default counts")
+        else:
+            answer = apply_converter(row.convert, value, beside)
+        if answer.reason is KeyReason.UNREADABLE:
             self.report_unreadable_value(path, value)
-        key = row.key.replace("*", str(path[-1]))
-        note, fate = answer.note or row.note, answer.fate
-        if fate is KeyStatus.TAKEN and row.note:
-            fate = KeyStatus.CHANGED
-        place = answer.place or f"{row.section}.{key}".strip(".")
-        ours = "" if fate in (KeyStatus.UNSUPPORTED, KeyStatus.NO_EFFECT) else place
-        self.lines.append(
-            ImportedKey(format_key_path(path), mask_secret_value(path, value), fate, format_target_option(ours), note)
-        )
+        if row.note and answer.reason is KeyReason.READ_FROM_TEXT:
+            answer = replace(answer, note=row.note, reason=None)
+        elif row.note and answer.fate is KeyStatus.TAKEN:
+            answer = replace(answer, fate=KeyStatus.CHANGED, note=answer.note or row.note)
+        place = answer.place or f"{row.section}.{row.key}".replace("*", str(path[-1])).strip(".")
+        ours = "" if answer.fate in (KeyStatus.UNSUPPORTED, KeyStatus.NO_EFFECT) else place
+        shown, called = mask_secret_value(path, value), format_target_option(ours)
+        self.lines.append(ImportedKey(format_key_path(path), shown, answer.fate, called, answer.note, answer.reason))
         indices = tuple(part for part in path if isinstance(part, int))
         if ours and answer.value is not None:
             self.set(place, answer.value, indices)
@@ -189,22 +159,30 @@ class ImportAccount:
         """A key that the program does not know, or that we do not: it counts for nothing, and that is said."""
         key, value = format_key_path(path), mask_secret_value(path, value)
         guess = suggest_nearest_key(format_key_pattern(path), rows)
-        note = f"no option of {self.program} that is known here"
-        self.lines.append(ImportedKey(key, value, KeyStatus.UNSUPPORTED, "", note + (f".{guess}" if guess else "")))
+        why = self.unknown_note or f"no option of {self.program} that is known here"
+        note = f"{why}.{guess}" if guess else why
+        self.lines.append(ImportedKey(key, value, KeyStatus.UNSUPPORTED, "", note, KeyReason.UNKNOWN))
         message = f"{self.program} has no option {key!r} that is known here.{guess}"
         remedy = "Correct its spelling in the original, or leave it out if it is of no importance."
-        self.findings.append(
-            Finding(Level.WARNING, "CONFIG-UNKNOWN-KEY", f"{self.source}: {key}", message, {"value": value}, remedy)
-        )
+        self.report(Level.WARNING, "CONFIG-UNKNOWN-KEY", key, message, {"value": value}, remedy)
+
+    def report(
+        self, level: Level, code: str, key: str, message: str, evidence: Mapping[str, object], remedy: str
+    ) -> None:
+        """A finding about one key of the original."""
+        self.findings.append(Finding(level, code, f"{self.source}: {key}", message, evidence, remedy))
 
     def report_unreadable_value(self, path: ForeignKeyPath, value: object) -> None:
         """A value that its conversion cannot read: leaving it out would train something else."""
         key = format_key_path(path)
         message = f"{key}: {value!r} is no value that {self.program} could mean"
-        remedy = "Correct it in the original."
-        self.findings.append(
-            Finding(Level.ERROR, "CONFIG-VALUE", f"{self.source}: {key}", message, {"value": value}, remedy)
-        )
+        self.report(Level.ERROR, "CONFIG-VALUE", key, message, {"value": value}, "Correct it in the original.")
+
+    def report_other_family(self, key: str, family: object) -> None:
+        """Report that the configuration is for a model of another family."""
+        message = f"this configuration of {self.program} trains {str(family)!r}; only Anima is trained here"
+        remedy = "Give an Anima base model: the account shows what the other options would become."
+        self.report(Level.ERROR, "CONFIG-OTHER-FAMILY", key, message, {"family": family}, remedy)
 
     def amend(self, key: str, place: str, value: object, note: str) -> None:
         """Change what became of their `key`: our option `place` has another value, and the line says why."""
@@ -214,33 +192,13 @@ class ImportAccount:
             for line in self.lines
         ]
 
-    def report_other_family(self, key: str, family: object) -> None:
-        """Report that the configuration is for a model of another family."""
-        self.findings.append(
-            Finding(
-                Level.ERROR,
-                "CONFIG-OTHER-FAMILY",
-                f"{self.source}: {key}",
-                f"this configuration of {self.program} trains {str(family)!r}; only Anima is trained here",
-                {"family": family},
-                "Give an Anima base model: the account shows what the other options would become.",
-            )
-        )
-
     def read_second_file(self, key: str, name: object, read: ConfigFileReader | None) -> Any:
         """The content of the file that `key` names; a warning, and None, where it cannot be read."""
         content = read(str(name)) if read and name else None
         if content is None:
-            self.findings.append(
-                Finding(
-                    Level.WARNING,
-                    "CONFIG-SECOND-FILE",
-                    f"{self.source}: {key}",
-                    f"the file that {key} names, {str(name or '')!r}, is not there: its options are not imported",
-                    {"file": name},
-                    "Put it next to the configuration, or write [[datasets]] yourself.",
-                )
-            )
+            message = f"the file that {key} names, {str(name or '')!r}, is not there: its options are not imported"
+            remedy = "Put it next to the configuration, or write [[datasets]] yourself."
+            self.report(Level.WARNING, "CONFIG-SECOND-FILE", key, message, {"file": name}, remedy)
         return content
 
     def fill(self, defaults: Mapping[str, object]) -> None:
@@ -265,18 +223,12 @@ def iterate_config_leaves(
     value: Any, path: ForeignKeyPath = ()
 ) -> Iterator[tuple[ForeignKeyPath, Any, Mapping[str, Any]]]:
     """Each leaf with its path and the mapping that it stands in. A list is a leaf unless it holds mappings."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            if is_config_leaf(item):
-                yield (*path, str(name)), item, value
-            else:
-                yield from iterate_config_leaves(item, (*path, str(name)))
-    else:
-        for place, item in enumerate(value):
-            if is_config_leaf(item):
-                yield (*path, place), item, {}
-            else:
-                yield from iterate_config_leaves(item, (*path, place))
+    named = isinstance(value, Mapping)
+    for part, item in ((str(name), item) for name, item in value.items()) if named else enumerate(value):
+        if is_config_leaf(item):
+            yield (*path, part), item, value if named else {}
+        else:
+            yield from iterate_config_leaves(item, (*path, part))
 
 
 def is_config_leaf(value: object) -> bool:
@@ -288,7 +240,7 @@ def is_config_leaf(value: object) -> bool:
 
 def mask_secret_value(path: ForeignKeyPath, value: object) -> object:
     """The value as the account shows it: not, where it is a secret."""
-    return "(secret)" if value not in _EMPTY_VALUES and _SECRET_KEY_PATTERN.search(format_key_path(path)) else value
+    return "(secret)" if value not in EMPTY_VALUES and _SECRET_KEY_PATTERN.search(format_key_path(path)) else value
 
 
 def format_key_pattern(path: ForeignKeyPath) -> str:
@@ -318,11 +270,8 @@ def suggest_nearest_key(path: str, rows: KeyTable) -> str:
     return suggest_nearest_name(name, siblings) or suggest_nearest_name(f"{group}{dot}{name}", rows)
 
 
-UNREADABLE_VALUE = ConvertedValue(None, KeyStatus.UNSUPPORTED, "it cannot be read; correct it in the original")
-
-
 def apply_converter(convert: ValueConverter, value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    """The conversion's answer, or UNREADABLE where the value is of another kind than it expects."""
+    """The conversion's answer, or UNREADABLE_VALUE where the value is of another kind than it expects."""
     try:
         return convert(value, beside)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -334,53 +283,3 @@ def get_nested_mapping(document: object, *keys: str) -> Mapping[str, Any]:
     for key in keys:
         document = document.get(key) if isinstance(document, Mapping) else None
     return document if isinstance(document, Mapping) else {}
-
-
-def convert_as_is(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    """The value as it is."""
-    return take_value(value)
-
-
-def convert_number(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    """A number; text that looks like one (YAML 1.1 reads 1e-4 as text) is converted, other text left to be refused."""
-    if not isinstance(value, str):
-        return take_value(value)
-    try:
-        return take_changed(float(value), "text in the file; read as a number")
-    except ValueError:
-        return take_value(value)
-
-
-def convert_whole_number(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    """A whole number; 1e6 and "1e6" are ones, too."""
-    answer = convert_number(value, beside)
-    if isinstance(answer.value, float) and answer.value.is_integer():
-        return ConvertedValue(int(answer.value), answer.fate, answer.note)
-    return answer
-
-
-def convert_positive(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    """A whole number where 0 and less mean never."""
-    answer = convert_whole_number(value, beside)
-    never = isinstance(answer.value, (int, float)) and answer.value <= 0
-    return mark_no_effect("never") if never else answer
-
-
-def convert_boolean(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-    """True or false; as text, too."""
-    words = {"true": True, "false": False}
-    if isinstance(value, str) and value.lower() in words:
-        return take_changed(words[value.lower()], "text in the file; read as true or false")
-    return take_value(value)
-
-
-def make_choice_converter(known: Mapping[str, object], todo: str) -> ValueConverter:
-    """A choice: `known` holds ours, or the whole answer, by their name in lower case."""
-
-    def convert(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
-        answer = known.get(str(value).lower())
-        if answer is None:
-            return mark_unsupported(f"{value!r}: {todo}")
-        return answer if isinstance(answer, ConvertedValue) else take_value(answer)
-
-    return convert

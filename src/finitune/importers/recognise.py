@@ -9,59 +9,55 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from finitune.config.imported_config import ImportedConfig, ImportedKey, KeyStatus
 from finitune.config.toml_text import format_key_path
 from finitune.errors import FileError, UsageError
-from finitune.importers.config_signatures import (
-    AI_TOOLKIT_CONFIG,
-    CONFIG_SIGNATURES,
-    DIFFUSION_PIPE_CONFIG,
-    DIFFUSION_PIPE_DATASET,
-    FINITUNE_CONFIG,
-    KOHYA_COMMAND_LINE,
-    KOHYA_DATASET_TOML,
-    KOHYA_GUI_JSON,
-    KOHYA_TRAINING_TOML,
-    ONETRAINER_CONCEPTS,
-    ONETRAINER_CONFIG,
-    SIMPLETUNER_BACKENDS,
-    SIMPLETUNER_CONFIG,
-)
+from finitune.importers.ai_toolkit import import_ai_toolkit
+from finitune.importers.diffusion_pipe import import_diffusion_pipe, import_diffusion_pipe_dataset
 from finitune.importers.foreign_text import ForeignText, find_command_line, read_foreign_text
+from finitune.importers.key_tables import ConfigSignature, read_signatures
+from finitune.importers.kohya import import_kohya, import_kohya_flags
+from finitune.importers.kohya_datasets import import_kohya_dataset
+from finitune.importers.kohya_gui import import_kohya_gui
 from finitune.importers.mapping import ConfigFileReader, iterate_config_leaves
+from finitune.importers.onetrainer import import_onetrainer, import_onetrainer_concepts
+from finitune.importers.simpletuner import import_simpletuner, import_simpletuner_backends
 
+FINITUNE_CONFIG = "finitune"
+KOHYA_COMMAND_LINE = "sd-scripts command line"
+_PROGRAM_FILES = ("finitune", "kohya", "kohya_gui", "ai_toolkit", "onetrainer", "simpletuner", "diffusion_pipe")
 _MIN_MARK_SCORE = 2
 _MAX_SOURCE_NAME_LENGTH = 200
 
 
+@cache
+def read_config_signatures() -> dict[str, ConfigSignature]:
+    """The sorts of documents that are known, by name."""
+    return {kind.name: kind for file in _PROGRAM_FILES for kind in read_signatures(file)}
+
+
 def recognise_config_kind(document: Any) -> str:
-    """The name of the kind that a document is of (see KINDS); '' where too little speaks for any."""
+    """The name of the kind that a document is of; '' where too little speaks for any."""
     ranked = rank_config_kinds(document)
-    return ranked[0][0] if ranked and has_enough_marks(*ranked[0]) else ""
+    return ranked[0][0] if ranked and score_config_marks(*ranked[0]) >= _MIN_MARK_SCORE else ""
 
 
 def rank_config_kinds(document: Any) -> list[tuple[str, list[str]]]:
     """The kinds that something speaks for, with what does, the strongest first."""
-    names, top = (
-        frozenset(iterate_key_names(document)),
-        frozenset(map(strip_key_dashes, document) if isinstance(document, Mapping) else ()),
-    )
-    found = [(kind.name, kind.found(names, top)) for kind in CONFIG_SIGNATURES]
+    names = frozenset(iterate_key_names(document))
+    top = frozenset(map(strip_key_dashes, document) if isinstance(document, Mapping) else ())
+    found = [(kind.name, kind.found(names, top)) for kind in read_config_signatures().values()]
     return sorted((pair for pair in found if pair[1]), key=lambda pair: -score_config_marks(*pair))
 
 
 def score_config_marks(kind: str, marks: list[str]) -> int:
     """The number of marks, those that leave no doubt counted twice."""
-    sure = {mark.lstrip("*") for known in CONFIG_SIGNATURES if known.name == kind for mark in known.sure}
+    sure = {mark.lstrip("*") for mark in read_config_signatures()[kind].sure}
     return sum(2 if mark in sure else 1 for mark in marks)
-
-
-def has_enough_marks(kind: str, marks: list[str]) -> bool:
-    """Whether the marks are enough to say whose it is."""
-    return score_config_marks(kind, marks) >= _MIN_MARK_SCORE
 
 
 def strip_key_dashes(name: object) -> str:
@@ -73,7 +69,7 @@ def iterate_key_names(value: Any, path: str = "", depth: int = 4) -> Iterator[st
     """Every path in a document down to some depth, and the last part of each behind a star."""
     if depth and isinstance(value, Mapping):
         for key, item in value.items():
-            here = f"{path}.{strip_key_dashes(key)}" if path else strip_key_dashes(key)
+            here = f"{path}.{strip_key_dashes(key)}".lstrip(".")
             yield here
             yield f"*{strip_key_dashes(key)}"
             yield from iterate_key_names(item, here, depth - 1)
@@ -99,7 +95,7 @@ def read_foreign_config(source: str | Path) -> ImportedConfig:
     if text.language == "command line":
         return import_command_line(str(text.document), f"a command line in {path.name}")
     ranked = rank_config_kinds(text.document)
-    if not ranked or not has_enough_marks(*ranked[0]):
+    if not ranked or score_config_marks(*ranked[0]) < _MIN_MARK_SCORE:
         raise make_unrecognised_error(path, text, ranked)
     kind, marks = ranked[0]
     try:
@@ -107,7 +103,9 @@ def read_foreign_config(source: str | Path) -> ImportedConfig:
     except RecursionError:
         raise make_unrecognised_error(path, text, ranked) from None
     known = f"{kind} (known by {', '.join(marks[:4])}{', ...' if len(marks) > 4 else ''})"
-    return replace(imported, program=known, findings=(*text.findings, *imported.findings))
+    findings = (*text.findings, *imported.findings)
+    alone = read_config_signatures()[kind].datasets_only
+    return replace(imported, program=known, findings=findings, kind=kind, datasets_only=alone)
 
 
 def is_file(path: Path) -> bool:
@@ -134,7 +132,7 @@ def make_missing_source_error(source: str) -> FileError:
 
 def make_unrecognised_error(path: Path, text: ForeignText, ranked: list[tuple[str, list[str]]]) -> UsageError:
     """The error for a document of no known program: what was tried, and the nearest."""
-    tried = [kind.name for kind in CONFIG_SIGNATURES] + [KOHYA_COMMAND_LINE]
+    tried = [*read_config_signatures(), KOHYA_COMMAND_LINE]
     near = f" The nearest is {ranked[0][0]}, by {', '.join(ranked[0][1])}." if ranked else ""
     return UsageError(
         f"{path} is {text.language}, but the configuration of no program known here.{near}",
@@ -147,9 +145,8 @@ def make_unrecognised_error(path: Path, text: ForeignText, ranked: list[tuple[st
 
 def import_command_line(line: str, known: str) -> ImportedConfig:
     """A command line of sd-scripts."""
-    from finitune.importers.kohya import import_kohya_flags
-
-    return replace(import_kohya_flags(line), program=f"{KOHYA_COMMAND_LINE} (known by {known})")
+    program = f"{KOHYA_COMMAND_LINE} (known by {known})"
+    return replace(import_kohya_flags(line), program=program, kind=KOHYA_COMMAND_LINE)
 
 
 def make_config_file_reader(path: Path) -> ConfigFileReader:
@@ -165,83 +162,23 @@ def make_config_file_reader(path: Path) -> ConfigFileReader:
     return read
 
 
-def _import_own_config(document: Any, path: Path) -> ImportedConfig:
+def import_own_config(document: Any, path: Path) -> ImportedConfig:
+    """Our own configuration: it is taken as it is."""
     keys = ((format_key_path(where), value) for where, value, _ in iterate_config_leaves(document))
-    return ImportedConfig(
-        FINITUNE_CONFIG, document, tuple(ImportedKey(key, value, KeyStatus.TAKEN, key) for key, value in keys)
-    )
-
-
-def _import_kohya_training(document: Any, path: Path) -> ImportedConfig:
-    from finitune.importers.kohya import import_kohya
-
-    return import_kohya(document, path)
-
-
-def _import_kohya_dataset(document: Any, path: Path) -> ImportedConfig:
-    from finitune.importers.kohya_datasets import import_kohya_dataset
-
-    return import_kohya_dataset(document, path)
-
-
-def _import_kohya_gui(document: Any, path: Path) -> ImportedConfig:
-    from finitune.importers.kohya_gui import import_kohya_gui
-
-    return import_kohya_gui(document, path)
-
-
-def _import_ai_toolkit(document: Any, path: Path) -> ImportedConfig:
-    from finitune.importers.ai_toolkit import import_ai_toolkit
-
-    return import_ai_toolkit(document, path)
-
-
-def _import_onetrainer(document: Any, path: Path) -> ImportedConfig:
-    from finitune.importers.onetrainer import import_onetrainer
-
-    return import_onetrainer(document, path, make_config_file_reader(path))
-
-
-def _import_onetrainer_concepts(document: Any, path: Path) -> ImportedConfig:
-    from finitune.importers.onetrainer import import_onetrainer_concepts
-
-    return import_onetrainer_concepts(document, path)
-
-
-def _import_simpletuner(document: Any, path: Path) -> ImportedConfig:
-    from finitune.importers.simpletuner import import_simpletuner
-
-    return import_simpletuner(document, path, make_config_file_reader(path))
-
-
-def _import_simpletuner_backends(document: Any, path: Path) -> ImportedConfig:
-    from finitune.importers.simpletuner import import_simpletuner_backends
-
-    return import_simpletuner_backends(document, path)
-
-
-def _import_diffusion_pipe(document: Any, path: Path) -> ImportedConfig:
-    from finitune.importers.diffusion_pipe import import_diffusion_pipe
-
-    return import_diffusion_pipe(document, path, make_config_file_reader(path))
-
-
-def _import_diffusion_pipe_dataset(document: Any, path: Path) -> ImportedConfig:
-    from finitune.importers.diffusion_pipe import import_diffusion_pipe_dataset
-
-    return import_diffusion_pipe_dataset(document, path)
+    lines = tuple(ImportedKey(key, value, KeyStatus.TAKEN, key) for key, value in keys)
+    return ImportedConfig(FINITUNE_CONFIG, document, lines)
 
 
 _IMPORTER_BY_KIND: Mapping[str, Callable[[Any, Path], ImportedConfig]] = {
-    FINITUNE_CONFIG: _import_own_config,
-    KOHYA_TRAINING_TOML: _import_kohya_training,
-    KOHYA_DATASET_TOML: _import_kohya_dataset,
-    KOHYA_GUI_JSON: _import_kohya_gui,
-    AI_TOOLKIT_CONFIG: _import_ai_toolkit,
-    ONETRAINER_CONFIG: _import_onetrainer,
-    ONETRAINER_CONCEPTS: _import_onetrainer_concepts,
-    SIMPLETUNER_CONFIG: _import_simpletuner,
-    SIMPLETUNER_BACKENDS: _import_simpletuner_backends,
-    DIFFUSION_PIPE_CONFIG: _import_diffusion_pipe,
-    DIFFUSION_PIPE_DATASET: _import_diffusion_pipe_dataset,
+    FINITUNE_CONFIG: import_own_config,
+    "sd-scripts training TOML": import_kohya,
+    "sd-scripts dataset TOML": import_kohya_dataset,
+    "kohya_ss GUI JSON": import_kohya_gui,
+    "ai-toolkit": import_ai_toolkit,
+    "OneTrainer": lambda document, path: import_onetrainer(document, path, make_config_file_reader(path)),
+    "OneTrainer concepts": import_onetrainer_concepts,
+    "SimpleTuner": lambda document, path: import_simpletuner(document, path, make_config_file_reader(path)),
+    "SimpleTuner data backends": import_simpletuner_backends,
+    "diffusion-pipe": lambda document, path: import_diffusion_pipe(document, path, make_config_file_reader(path)),
+    "diffusion-pipe dataset": import_diffusion_pipe_dataset,
 }
