@@ -14,7 +14,7 @@ from finitune.config.imported_config import ImportedConfig, ImportedKey, KeyStat
 from finitune.config.read import validate_config
 from finitune.errors import UsageError
 from finitune.importers.kohya import import_kohya, import_kohya_flags
-from finitune.importers.kohya_keys import KOHYA_TRAINING_KEYS
+from finitune.importers.kohya_datasets import read_kohya_keys
 
 SHARED = Path(__file__).parents[2] / "shared"
 BASE = {
@@ -339,7 +339,7 @@ VALUES = st.one_of(
 
 
 @given(
-    st.dictionaries(st.sampled_from([name for name in KOHYA_TRAINING_KEYS if name.isidentifier()]), VALUES, max_size=25)
+    st.dictionaries(st.sampled_from([name for name in read_kohya_keys() if name.isidentifier()]), VALUES, max_size=25)
 )
 @settings(deadline=None, max_examples=60)
 def test_every_key_has_exactly_one_line_whatever_its_value(document: dict[str, Any]):
@@ -366,7 +366,7 @@ def test_every_flag_of_anima_train_network_is_in_the_table():
     section = facts.read_text(encoding="utf-8").partition("\n## 3.")[2].partition("\n## 4.")[0]
     names = flags_of(section)
     assert len(names) > 200
-    assert sorted(names - KOHYA_TRAINING_KEYS.keys()) == []
+    assert sorted(names - read_kohya_keys().keys()) == []
     for name in names - {"config_file", "dataset_config"}:
         account = import_kohya_flags(f"anima_train_network.py --{name} 1")
         assert line(account, f"--{name}").note or line(account, f"--{name}").ours

@@ -12,7 +12,8 @@ from finitune.config.imported_config import ImportedConfig, KeyStatus
 from finitune.config.read import validate_config
 from finitune.config.toml_text import format_key_path, read_toml
 from finitune.errors import UsageError
-from finitune.importers.kohya import import_kohya, import_kohya_dataset, import_kohya_flags
+from finitune.importers.kohya import import_kohya, import_kohya_flags
+from finitune.importers.kohya_datasets import import_kohya_dataset
 from finitune.importers.kohya_folders import scan_kohya_folder
 from finitune.importers.mapping import iterate_config_leaves
 from finitune.report import Level

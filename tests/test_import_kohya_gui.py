@@ -13,15 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finitune.config.imported_config import ImportedConfig, KeyStatus
-from finitune.importers.kohya_gui import KOHYA_GUI_TRANSLATORS, import_kohya_gui
-from finitune.importers.kohya_gui_keys import (
-    FAMILY_BY_GUI_CHECKBOX,
-    KOHYA_NAME_BY_GUI_FIELD,
-    LYCORIS_ARGUMENT_BY_FIELD,
-    SHARED_NETWORK_FIELDS,
-    UNUSED_GUI_FIELDS,
-)
-from finitune.importers.kohya_keys import KOHYA_TRAINING_KEYS
+from finitune.importers.key_tables import read_facts
+from finitune.importers.kohya_datasets import read_kohya_keys
+from finitune.importers.kohya_gui import KOHYA_GUI_TRANSLATORS, import_kohya_gui, read_unused_fields
 from finitune.report import Level
 from tests.test_import_kohya import MISSING, SHARED, VALUES, codes, config_of, line, ours
 
@@ -171,17 +165,18 @@ def test_an_unknown_field_is_reported():
     assert codes(account).count("CONFIG-UNKNOWN-KEY") == 1
 
 
+FACTS = read_facts("kohya_gui")
 KNOWN = sorted(
     {
-        *KOHYA_NAME_BY_GUI_FIELD,
-        *FAMILY_BY_GUI_CHECKBOX,
-        *UNUSED_GUI_FIELDS,
-        *LYCORIS_ARGUMENT_BY_FIELD,
-        *SHARED_NETWORK_FIELDS,
+        *FACTS["name_by_field"],
+        *FACTS["family_by_checkbox"],
+        *read_unused_fields(),
+        *FACTS["lycoris_argument_by_field"],
+        *FACTS["shared_network_fields"].split(),
         *KOHYA_GUI_TRANSLATORS,
         *ANIMA,
     }
-    | {name for name in KOHYA_TRAINING_KEYS if name.isidentifier()}
+    | {name for name in read_kohya_keys() if name.isidentifier()}
 )
 
 

@@ -19,15 +19,12 @@ from finitune.config.imported_config import ImportedConfig, KeyStatus
 from finitune.config.schema import CONFIG_SECTION_NAMES, TrainConfig
 from finitune.config.toml_text import format_key_path
 from finitune.importers import mapping
-from finitune.importers.ai_toolkit import AI_TOOLKIT_KEYS as AI_TOOLKIT_ROWS
-from finitune.importers.ai_toolkit import import_ai_toolkit
-from finitune.importers.diffusion_pipe import DIFFUSION_PIPE_KEYS as DIFFUSION_PIPE_ROWS
-from finitune.importers.diffusion_pipe import import_diffusion_pipe
+from finitune.importers.ai_toolkit import import_ai_toolkit, read_ai_toolkit_table
+from finitune.importers.diffusion_pipe import import_diffusion_pipe, read_diffusion_pipe_table
 from finitune.importers.foreign_text import parse_foreign_text, parse_foreign_yaml
-from finitune.importers.onetrainer import ONETRAINER_KEYS as ONETRAINER_ROWS
-from finitune.importers.onetrainer import import_onetrainer
-from finitune.importers.simpletuner import SIMPLETUNER_KEYS as SIMPLETUNER_ROWS
-from finitune.importers.simpletuner import import_simpletuner
+from finitune.importers.kohya_datasets import read_kohya_keys
+from finitune.importers.onetrainer import import_onetrainer, read_onetrainer_table
+from finitune.importers.simpletuner import import_simpletuner, read_simpletuner_table
 from finitune.report import Level
 from tests import foreign_configs as made
 
@@ -47,10 +44,11 @@ DOCUMENTS: dict[str, Any] = {
 SECOND_FILES = {"OneTrainer": "concepts.json", "SimpleTuner": "config/multidatabackend.json"}
 SECOND_FILES["diffusion-pipe"] = "moss_dataset.toml"
 TABLES = {
-    "ai-toolkit": AI_TOOLKIT_ROWS,
-    "OneTrainer": ONETRAINER_ROWS,
-    "SimpleTuner": SIMPLETUNER_ROWS,
-    "diffusion-pipe": DIFFUSION_PIPE_ROWS,
+    "ai-toolkit": read_ai_toolkit_table().keys,
+    "OneTrainer": read_onetrainer_table().keys,
+    "SimpleTuner": read_simpletuner_table().keys,
+    "diffusion-pipe": read_diffusion_pipe_table().keys,
+    "sd-scripts": read_kohya_keys(),
 }
 IMPORT: dict[str, Callable[[Any], ImportedConfig]] = {
     "ai-toolkit": lambda document: import_ai_toolkit(document, "moss.yaml"),
@@ -120,7 +118,7 @@ def test_tables_name_options_that_exist(program: str):
         if row.section in sections:
             assert ".".join(f"{row.section}.{row.key}".split(".")[:2]) in known, their
         else:
-            assert row.section in ("", "listed", "sample"), their
+            assert row.section in ("", "listed", "sample", "datasets"), their
 
 
 @pytest.mark.skipif(importlib.util.find_spec("finitune.config.read") is None, reason="config.read is not written yet")

@@ -11,16 +11,19 @@ from hypothesis import strategies as st
 
 from finitune.config.imported_config import KeyStatus
 from finitune.config.read import validate_config
+from finitune.config.toml_text import format_key_path
 from finitune.errors import FileError, FinituneError, UsageError
-from finitune.importers.config_signatures import CONFIG_SIGNATURES, KOHYA_COMMAND_LINE
 from finitune.importers.foreign_text import (
     find_command_line,
     find_surprising_yaml_values,
     parse_foreign_text,
     parse_foreign_yaml,
 )
+from finitune.importers.mapping import iterate_config_leaves
 from finitune.importers.recognise import (
+    KOHYA_COMMAND_LINE,
     rank_config_kinds,
+    read_config_signatures,
     read_foreign_config,
     recognise_config_kind,
     score_config_marks,
@@ -28,9 +31,23 @@ from finitune.importers.recognise import (
 from tests import foreign_configs as made
 
 REAL = Path(__file__).resolve().parents[2] / "shared" / "data" / "configs"
-REAL_KINDS = {"ai-toolkit": "ai-toolkit", "kohya_gui": "kohya_ss GUI JSON", "kohya": "sd-scripts dataset TOML"}
+REAL_KINDS = {
+    "ai-toolkit": "ai-toolkit",
+    "diffusion_pipe/dataset.toml": "diffusion-pipe dataset",
+    "diffusion_pipe/main_example.toml": "diffusion-pipe",
+    "kohya": "sd-scripts dataset TOML",
+    "kohya_gui": "kohya_ss GUI JSON",
+    "onetrainer": "OneTrainer",
+    "sd_scripts_anima/anima_dataset_config.toml": "sd-scripts dataset TOML",
+    "sd_scripts_anima/anima_train_config.toml": "sd-scripts training TOML",
+    "simpletuner/anima_config.json": "SimpleTuner",
+    "simpletuner/anima_multidatabackend.json": "SimpleTuner data backends",
+    "simpletuner/cosmos_config.json": "SimpleTuner",
+}
+"""What a folder of real files, or one of them, is. Of programs that are not known yet nothing is said here."""
 REAL_FILES = sorted(path for path in REAL.rglob("*") if path.is_file()) if REAL.is_dir() else []
-NAMES = [kind.name for kind in CONFIG_SIGNATURES]
+NAMED_FILES = [path for path in REAL_FILES if {path.parent.name, f"{path.parent.name}/{path.name}"} & REAL_KINDS.keys()]
+NAMES = list(read_config_signatures())
 
 
 @pytest.fixture
@@ -64,10 +81,30 @@ def test_one_option_less_is_recognised_still(kind: str):
     } == {kind}
 
 
-@pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", NAMED_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_real_files(path: Path):
-    text = path.read_text(encoding="utf-8")
-    assert recognise_config_kind(parse_foreign_text(text, path).document) == REAL_KINDS[path.parent.name]
+    document = parse_foreign_text(path.read_text(encoding="utf-8"), path).document
+    kind = REAL_KINDS.get(path.parent.name) or REAL_KINDS[f"{path.parent.name}/{path.name}"]
+    assert recognise_config_kind(document) == kind
+
+
+@pytest.mark.parametrize("path", REAL_FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_real_files_are_refused_in_words_or_every_key_is_accounted_for(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever program wrote it: no crash, and no key of the file without its line."""
+    monkeypatch.chdir(path.parent)
+    document = parse_foreign_text(path.read_text(encoding="utf-8"), path).document
+    try:
+        imported = read_foreign_config(path)
+    except UsageError as error:
+        assert error.code == "CONFIG-UNRECOGNISED" and not recognise_config_kind(document)
+        return
+    # A list of backends stands in a file of its own: the account calls its elements by the key that names the file.
+    told = {line.key.removeprefix("data_backend_config") for line in imported.lines}
+    leaves = [format_key_path(where) for where, _, _ in iterate_config_leaves(document)]
+    assert leaves and not [
+        leaf for leaf in leaves if not any(leaf == key or leaf.startswith((f"{key}.", f"{key}[")) for key in told)
+    ]
+    assert imported.kind == recognise_config_kind(document)
 
 
 @pytest.mark.parametrize("kind", NAMES)

@@ -1,7 +1,8 @@
 """The files beside this one, one for each program: by what its documents are known, and what becomes of each key.
 
     program = "OneTrainer"                    # its name in the account
-    neutral = ["undefined"]                   # what says nothing, besides nothing itself, false, and 0
+    neutral = ["undefined"]                   # what says nothing, besides nothing itself, false, and 0: any switch
+                                              # of what we do not have is off at it
 
     [[kinds]]                                 # a sort of document, recognised by option names
     name = "OneTrainer"
@@ -291,8 +292,8 @@ class RowReader:
     def build_unsupported(self, entry: Mapping[str, Any]) -> ValueConverter:
         """The step of what we do not have, which may be off, or as it is here."""
         answer = parse_answer({"unsupported": entry["unsupported"]})
-        idle, same = (*entry.get("idle_at", ()), *self.neutral), entry.get("same_at", ())
-        idle = (*idle, None, []) if self.neutral else idle
+        nothing = (None, [], False, 0, *self.neutral) if self.neutral else ()
+        idle, same = (*entry.get("idle_at", ()), *nothing), entry.get("same_at", ())
 
         def convert(value: Any, beside: Mapping[str, Any]) -> ConvertedValue:
             if is_one_of(value, same):

@@ -166,9 +166,7 @@ class ImportAccount:
         remedy = "Correct its spelling in the original, or leave it out if it is of no importance."
         self.report(Level.WARNING, "CONFIG-UNKNOWN-KEY", key, message, {"value": value}, remedy)
 
-    def report(
-        self, level: Level, code: str, key: str, message: str, evidence: Mapping[str, object], remedy: str
-    ) -> None:
+    def report(self, level: Level, code: str, key: str, message: str, evidence: dict[str, object], remedy: str) -> None:
         """A finding about one key of the original."""
         self.findings.append(Finding(level, code, f"{self.source}: {key}", message, evidence, remedy))
 

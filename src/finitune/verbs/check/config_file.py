@@ -15,7 +15,7 @@ from typing import Any
 import tomlkit
 from rapidfuzz import fuzz
 
-from finitune.config.imported_config import ImportedConfig, ImportedKey, KeyStatus
+from finitune.config.imported_config import ImportedConfig, ImportedKey, KeyReason, KeyStatus
 from finitune.config.inspection import ConfigInspection, format_table_header
 from finitune.config.option_types import (
     NUMBER_AS_TEXT_CODE,
@@ -37,26 +37,15 @@ from finitune.config.toml_text import (
 )
 from finitune.errors import FinituneError, UsageError
 from finitune.files.writer import write_text
-from finitune.importers.config_signatures import (
-    DIFFUSION_PIPE_DATASET,
-    FINITUNE_CONFIG,
-    KOHYA_DATASET_TOML,
-    ONETRAINER_CONCEPTS,
-    SIMPLETUNER_BACKENDS,
-)
 from finitune.importers.foreign_text import read_foreign_text
 from finitune.importers.mapping import iterate_config_leaves
-from finitune.importers.recognise import read_foreign_config, recognise_config_kind
+from finitune.importers.recognise import FINITUNE_CONFIG, read_foreign_config, recognise_config_kind
 from finitune.report import Finding, Level, Report, summarize_names
 from finitune.verbs.check.request import UNNAMED_PLACEHOLDER, FileFix, Request
 
-_TEXT_READ_AS_NOTE = "text in the file; read as"
-"""How the account of a foreign configuration tells of a number in quotes."""
 _MIN_KEY_SIMILARITY = 90
 """How like an option a misspelled key must be, in percent of their letters, for the right name to be offered."""
 _DATASET_TOML_SECTIONS = {"general", "datasets"}
-_DATASET_ONLY_PROGRAMS = (SIMPLETUNER_BACKENDS, ONETRAINER_CONCEPTS, DIFFUSION_PIPE_DATASET, KOHYA_DATASET_TOML)
-"""The files of other programs that name pictures only."""
 _PLACEHOLDER_OPTIONS = {
     "model": {"pretrained_model_name_or_path": UNNAMED_PLACEHOLDER},
     "saving": {"output_dir": UNNAMED_PLACEHOLDER},
@@ -122,8 +111,7 @@ def open_foreign_config(path: Path, text: str, request: Request, report: Report)
     report.tables.append(imported.table())
     report.findings += [add_line_to_finding(finding, path, text) for finding in imported.findings]
     report.findings += check_imported_keys(imported, path)
-    alone = imported.program.startswith(_DATASET_ONLY_PROGRAMS)
-    document = fill_placeholder_options(imported.document) if alone else imported.document
+    document = fill_placeholder_options(imported.document) if imported.datasets_only else imported.document
     return OpenedConfig(
         text, imported.lines, inspect_config_document(document, path, text, request, report, locate_nothing)
     )
@@ -197,15 +185,15 @@ def check_imported_keys(imported: ImportedConfig, path: Path) -> list[Finding]:
         for line in imported.lines
         if line.fate is KeyStatus.NO_EFFECT
         and line.value not in (None, "", [], {}, False, 0)  # being off is no slip
-        and line.note not in ("off", "never")
+        and line.reason is not KeyReason.OFF
     ]
-    what = f"keys have no effect in {imported.program.partition(' (')[0]} either ({len(idle)})"
+    what = f"keys have no effect in {imported.kind} either ({len(idle)})"
     return found + summarize_names(Level.NOTE, "CONFIG-KEYS-IDLE", str(path), what, idle)
 
 
 def is_number_as_text(line: ImportedKey) -> bool:
     """Whether a key of a file, not of a command line, has a number in quotes; YAML 1.1 reads 1e-4 as text, too."""
-    if _TEXT_READ_AS_NOTE in line.note:
+    if line.reason is KeyReason.READ_FROM_TEXT:
         return True
     name, _, key = line.ours.partition(".")
     section = TrainConfig.model_fields.get(name)
