@@ -186,7 +186,8 @@ def convert_last_n_state(value: Any, beside: Siblings, name: str) -> ConvertedVa
 
 
 def convert_preview_size(value: Any, beside: Siblings) -> ConvertedValue:
-    width, height = (int(get_kohya_number(beside, name) or 1024) for name in ("sample_width", "sample_height"))
+    sides = (convert_number(beside.get(name), beside).value for name in ("sample_width", "sample_height"))
+    width, height = (1024 if side in KOHYA_OFF_VALUES else int(side or 1024) for side in sides)
     return take_changed(f"{width}x{height}", "width and height as one")
 
 
