@@ -9,16 +9,20 @@ import pytest
 import tomlkit
 
 from finitune.adapters import ADAPTER_ALGORITHMS
+from finitune.config import conflicts, lycoris
 from finitune.config.conflicts import (
     NO_EFFECT_CODE,
     ConfigFacts,
     find_config_conflicts,
     get_algorithm_traits,
+    parse_config_rules,
     read_config_rules,
 )
+from finitune.config.option_types import find_option_placement
 from finitune.config.read import dump_config, read_train_config, validate_config
 from finitune.config.schema import TrainConfig
 from finitune.config.template import build_config_template
+from finitune.package_data import read_package_toml
 from finitune.report import Finding, Level
 from finitune.rules import Rule
 from finitune.training.optimizer_classes import read_optimizer_facts
@@ -158,3 +162,25 @@ MYTHS = (
 @pytest.mark.parametrize("settings", MYTHS)
 def test_what_people_wrongly_forbid_is_no_conflict(settings: str):
     assert find_config_conflicts(config_of(settings)) == find_config_conflicts(config_of())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"when": {"steps": {"over": 3}}}, {"when": "no_such"}, {"says": "so"}, {"level": "bad"}]
+)
+def test_what_is_wrong_in_a_rule_is_refused_when_it_is_read(wrong: dict[str, Any]):
+    entry = {"code": "X", "level": "note", "subject": "x", "when": {"steps": 3}, "text": "x", **wrong}
+    with pytest.raises((ValueError, TypeError)):
+        list(parse_config_rules(entry))
+
+
+def test_every_predicate_serves_a_rule():
+    for module, predicates in ((conflicts, conflicts.CONFIG_PREDICATES), (lycoris, lycoris.LYCORIS_PREDICATES)):
+        text = Path(str(module.__file__)).with_suffix(".toml").read_text(encoding="utf-8")
+        assert not [name for name in predicates if f'"{name}"' not in text]
+
+
+def test_names_of_other_programs_stand_for_options_of_ours_once():
+    names = read_package_toml(Path(str(conflicts.__file__)).with_name("foreign_names.toml"))
+    assert all(find_option_placement(option) for option in names)
+    others = [name for known in names.values() for name in known]
+    assert len(others) == len(set(others)) and not any(find_option_placement(name) for name in others)

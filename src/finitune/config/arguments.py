@@ -226,7 +226,9 @@ def parse_argument_value(reading: ArgumentParse, place: int, text: str, value: s
             "a bracket is not closed" if count_open_brackets(value) > 0 else "a bracket is closed, never opened"
         )
     try:
-        read = evaluate_argument_literal(value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of backslashes in regular expressions, which stay as they are
+            read = ast.literal_eval(value)
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return parse_bare_argument(reading, place, text, value)
     if not isinstance(read, _ARGUMENT_VALUE_TYPES):
@@ -235,13 +237,6 @@ def parse_argument_value(reading: ArgumentParse, place: int, text: str, value: s
         reading.warn("ARGUMENT-TRAILING-COMMA", place, text, f"the comma behind {read[0]} is left out")
         return read[0]
     return read
-
-
-def evaluate_argument_literal(text: str) -> Any:
-    """The Python literal that a text is; backslashes of regular expressions stay as they are."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ast.literal_eval(text)
 
 
 def parse_bare_argument(reading: ArgumentParse, place: int, text: str, value: str) -> Any:

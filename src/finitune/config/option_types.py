@@ -92,7 +92,11 @@ def coerce_option_value(kind: Any, value: Any) -> tuple[Any, str]:
     chosen = choose_union_member(list_union_members(kind), value)
     origin, arguments = get_origin(chosen), get_args(chosen)
     if origin is Literal:
-        return check_option_choice(value, arguments), ""
+        if value not in arguments:
+            text = value if isinstance(value, str) else ""
+            near = suggest_nearest_name(text.casefold(), arguments).strip() if text else ""
+            raise OptionTypeError("CONFIG-CHOICE" if isinstance(value, str) else "CONFIG-TYPE", near)
+        return value, ""
     if origin is tuple:
         return coerce_option_list(arguments, value)
     if origin is dict:
@@ -120,14 +124,6 @@ def choose_union_member(kinds: Sequence[Any], value: Any) -> Any:
     # Text beside fixed words: what differs from one of them in case alone is a slip.
     meant = [word for word in words if str(value).casefold() == word]
     return next(kind for kind in fitting if (get_origin(kind) is Literal) == bool(meant))
-
-
-def check_option_choice(value: Any, choices: Sequence[str]) -> str:
-    """One of the fixed words; raises OptionTypeError (CONFIG-CHOICE)."""
-    if value not in choices:
-        near = suggest_nearest_name(value.casefold(), choices).strip() if isinstance(value, str) else ""
-        raise OptionTypeError("CONFIG-CHOICE" if isinstance(value, str) else "CONFIG-TYPE", near)
-    return value
 
 
 def coerce_option_boolean(value: Any) -> tuple[bool, str]:

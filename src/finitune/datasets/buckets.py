@@ -157,48 +157,28 @@ def place_examples(
     large = [(factor, e) for e, p in kept if (factor := compute_enlargement(e.size, p)) > _MAX_ENLARGEMENT]
     lost = [(share, e) for e, p in kept if (share := compute_cropped_share(p)) > _MAX_CROPPED_SHARE]
     findings = [
-        *report_too_small(small),
-        *report_skipped_pictures(skipped),
-        *report_enlarged(large),
-        *report_cropped(lost),
+        *summarize_worst_examples(
+            small,
+            "PICTURE-TOO-SMALL",
+            "left out, as a side is shorter than bucket_reso_steps",
+            "Take larger pictures, smaller bucket_reso_steps, or bucket_no_upscale = false.",
+        ),
+        *summarize_worst_examples(skipped, "PICTURE-SKIPPED", "left out by skip_image_resolution", "", Level.NOTE),
+        *summarize_worst_examples(
+            sorted(large, key=lambda pair: -pair[0]),
+            "PICTURE-ENLARGED",
+            "enlarged more than twice ({worst:.1f} times), so that blur is learned",
+            "Take larger pictures, a smaller resolution, or bucket_no_upscale = true.",
+        ),
+        *summarize_worst_examples(
+            sorted(lost, key=lambda pair: -pair[0]),
+            "PICTURE-CUT",
+            "more than half is lost to the crop ({worst:.0%})",
+            "Crop by hand to what matters, or cut into several pictures; a larger max_bucket_reso has longer buckets.",
+        ),
         *report_short_batches(kept, datasets, batch_size),
     ]
     return BucketPlacements(tuple(e for e, _ in kept), tuple(p for _, p in kept), tuple(findings))
-
-
-def report_too_small(found: list[tuple[float, TrainingExample]]) -> list[Finding]:
-    """Pictures that are in no bucket."""
-    return summarize_worst_examples(
-        found,
-        "PICTURE-TOO-SMALL",
-        "left out, as a side is shorter than bucket_reso_steps",
-        "Take larger pictures, smaller bucket_reso_steps, or bucket_no_upscale = false.",
-    )
-
-
-def report_skipped_pictures(found: list[tuple[float, TrainingExample]]) -> list[Finding]:
-    """Pictures that skip_image_resolution leaves out."""
-    return summarize_worst_examples(found, "PICTURE-SKIPPED", "left out by skip_image_resolution", "", Level.NOTE)
-
-
-def report_enlarged(found: list[tuple[float, TrainingExample]]) -> list[Finding]:
-    """Pictures that are blown up."""
-    return summarize_worst_examples(
-        sorted(found, key=lambda pair: -pair[0]),
-        "PICTURE-ENLARGED",
-        "enlarged more than twice ({worst:.1f} times), so that blur is learned",
-        "Take larger pictures, a smaller resolution, or bucket_no_upscale = true.",
-    )
-
-
-def report_cropped(found: list[tuple[float, TrainingExample]]) -> list[Finding]:
-    """Pictures of which little is seen."""
-    return summarize_worst_examples(
-        sorted(found, key=lambda pair: -pair[0]),
-        "PICTURE-CUT",
-        "more than half is lost to the crop ({worst:.0%})",
-        "Crop by hand to what matters, or cut into several pictures; a larger max_bucket_reso has longer buckets.",
-    )
 
 
 def summarize_worst_examples(

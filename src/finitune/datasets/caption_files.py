@@ -13,6 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from charset_normalizer import from_bytes
+from ftfy import fix_encoding
+
 from finitune.errors import FileError
 from finitune.files.sniff import get_file_size, make_unreadable_file_error
 from finitune.files.writer import write_bytes
@@ -75,8 +78,6 @@ def read_caption_bytes(path: Path) -> bytes:
 
 def guess_encoding(data: bytes) -> str:
     """The codec that the bytes of a short text were most likely written with; "" where none fits."""
-    from charset_normalizer import from_bytes
-
     if is_utf8_with_zeros(data):
         return ""
     guesses = (from_bytes(data, cp_isolation=list(some)).best() for some in (_LIKELY_ENCODINGS, _OTHER_ENCODINGS))
@@ -154,11 +155,7 @@ def find_caption_oddities(path: Path, text: str) -> list[Finding]:
 
 def mend_mojibake(text: str) -> str:
     """The text without mojibake; quotation marks, widths and ligatures stay as they are."""
-    if text.isascii():
-        return text
-    from ftfy import fix_encoding
-
-    return fix_encoding(text)
+    return text if text.isascii() else fix_encoding(text)
 
 
 def shorten_text(text: str, limit: int = _MAX_SHOWN_CHARACTERS) -> str:

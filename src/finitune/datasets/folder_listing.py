@@ -157,7 +157,7 @@ def check_file_names(folder: Path, pictures: Sequence[Path], others: Sequence[Pa
         (
             "PICTURE-SAME-STEM",
             "pictures differ in their ending alone, so they share a caption",
-            group_equal_names(pictures, _stem),
+            group_equal_names(pictures, lambda path: path.stem),
         ),
         (
             "NAME-TWINS",
@@ -190,10 +190,6 @@ def check_file_names(folder: Path, pictures: Sequence[Path], others: Sequence[Pa
         for code, what, found in rules
     ]
     return [finding for some in told for finding in some]
-
-
-def _stem(path: Path) -> str:
-    return path.stem
 
 
 def describe_empty_folder(listing: FolderListing) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
@@ -137,8 +138,6 @@ def make_generator(*key: object) -> torch.Generator:
 
 def derive_seed(*key: object) -> int:
     """A 63-bit seed from a key of plain values."""
-    from hashlib import blake2b
-
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageColor, features
+from PIL import Image, ImageCms, ImageColor, features
 
 from finitune.errors import FileError, UsageError, suggest_nearest_name
 
@@ -155,8 +155,6 @@ def convert_to_srgb(image: Image.Image, profile: bytes) -> tuple[Image.Image, Pi
     """The picture in sRGB, where its profile is another one and fits its mode; and a note of what was done."""
     if not features.check("littlecms2"):
         return image, PictureNote("colour profile", "not looked at, as this Pillow lacks LittleCMS")
-    from PIL import ImageCms
-
     try:
         source: Any = ImageCms.ImageCmsProfile(io.BytesIO(profile))
         name = ImageCms.getProfileDescription(source).strip()

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
+from finitune.config.schema import PrecisionMode
 from finitune.errors import UsageError
 
 if TYPE_CHECKING:
     from finitune.namings.core import AmbiguityOptions
 
 OutPath = Annotated[Path | None, Parameter(alias="-o")]
-DrawingPrecision = Literal["auto", "planned-half", "current-half", "bf16", "fp32", "raw-half"]
+DrawingPrecision = Literal[PrecisionMode, "raw-half"]
+"""What a training can compute in, and plain fp16."""
 AdapterFileDtype = Literal["fp32", "bf16", "fp16"]
 
 
