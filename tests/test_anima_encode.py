@@ -11,6 +11,7 @@ from finitune.generation.settings import PictureSettings
 from finitune.models.anima.encode import AnimaDenoiser, AnimaEncoders, TextLevel
 from finitune.models.anima.load import AnimaParts, load_folder
 from finitune.models.pico import get_pico_folder
+from finitune.verbs.check.dataset import measure_caption_overflow
 
 PROMPTS = ("red apple", "", "a picture of smiling cat face with heart-shaped eyes")
 
@@ -68,7 +69,7 @@ def test_identity_tells_what_makes_a_difference(parts: AnimaParts):
 
 
 def test_tokens_beyond_the_limit_are_counted(parts: AnimaParts):
-    encoders = AnimaEncoders.of(parts, "context", qwen3_tokens=2, t5_tokens=512)
-    long = encoders.cut("a picture of red apple")
-    assert long.keys() == {"qwen3"} and long["qwen3"] > 0
-    assert encoders.cut("") == {}
+    limits = {"qwen3": (parts.tokenizer, 2), "t5": (parts.t5_tokenizer, 512)}
+    long = measure_caption_overflow(limits, "a picture of red apple")
+    assert long.keys() == {"qwen3"} and long["qwen3"][0] > 0
+    assert measure_caption_overflow(limits, "") == {}

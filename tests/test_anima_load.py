@@ -19,8 +19,8 @@ from finitune.models.anima.load import (
     extract_pipeline_parts,
     load_folder,
     load_three_files,
-    save_three_files,
 )
+from tests.anima_files import save_three_files
 from tests.tiny_anima import refused, rewrite, three_files, tiny_modules, two_layouts  # noqa: F401 - fixtures
 
 

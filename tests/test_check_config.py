@@ -20,6 +20,7 @@ from finitune.config.lycoris import (
 )
 from finitune.errors import UsageError
 from finitune.files.writer import save_tensors
+from finitune.models.anima import ANIMA
 from finitune.report import Finding, Level, Report
 from finitune.verbs import check
 from finitune.verbs.check.request import Request
@@ -330,7 +331,7 @@ PRESETS = (
 
 @pytest.mark.parametrize(("text", "expected"), PRESETS)
 def test_presets_are_held_against_the_modules(tmp_path: Path, text: str, expected: list[str]):
-    found = check_lycoris_preset(written(tmp_path / "preset.toml", text), NAMES)
+    found = check_lycoris_preset(written(tmp_path / "preset.toml", text), NAMES, ANIMA)
     assert [finding.code for finding in found] == expected
 
 

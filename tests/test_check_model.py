@@ -17,11 +17,12 @@ from finitune.files.fp16_loss import Fp16Loss, Fp16LossCounter, count_fp16_loss,
 from finitune.files.scan import scan_ranges
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
-from finitune.models.anima.load import load_folder, save_three_files
+from finitune.models.anima.load import load_folder
 from finitune.models.pico import get_pico_folder
 from finitune.report import Finding, Level, Report
 from finitune.verbs import check
 from finitune.verbs.check.request import Request
+from tests.anima_files import save_three_files
 
 EIGHT = torch.float8_e4m3fn
 

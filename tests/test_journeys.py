@@ -16,12 +16,13 @@ from finitune.generation.picture import read_picture_metadata
 from finitune.generation.planning import calibrate_model, draw_in_precision, make_model_plan
 from finitune.generation.precisions import open_in_precision
 from finitune.generation.settings import PictureSettings
-from finitune.models.anima.load import load_folder, save_three_files
+from finitune.models.anima.load import load_folder
 from finitune.models.pico import STREAM_EXPONENT, get_pico_folder, get_pico_plan_path, scale_stream_
 from finitune.precision.plan import PrecisionPlan
 from finitune.precision.probe import Ranges
 from finitune.render.demo_page import render_demo_page
 from finitune.verbs import demo, diagnose, generate, plan
+from tests.anima_files import save_three_files
 from tests.brute import first_bad
 
 PROMPT = "red apple"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,15 +14,16 @@ from finitune.files.keymap import (
     match_template,
     pair_same_words,
 )
+from finitune.models import MODEL_FAMILIES
 from finitune.models.anima.keys import (
     ANIMA_CONDITIONER_KEYS,
     ANIMA_TRANSFORMER_KEYS,
     build_vae_keymap,
     infer_vae_layout,
-    recognise_anima_file,
     sort_dit,
     sort_vae,
 )
+from finitune.models.spec import find_file_part, has_adapter_names
 
 MAPS = {
     "transformer": ANIMA_TRANSFORMER_KEYS,
@@ -230,12 +229,14 @@ def test_the_published_vae_is_spelled_as_diffusers_converts_it():
 
 
 def test_files_are_recognised_by_their_names():
-    assert recognise_anima_file(f"net.{name}" for name in anima_names()) == "the denoiser of Anima"
-    assert (
-        recognise_anima_file(["decoder.conv1.weight"]) == recognise_anima_file(["decoder.conv_in.weight"]) == "the VAE"
-    )
-    assert recognise_anima_file(["model.layers.0.self_attn.q_norm.weight"]) == "the text encoder"
-    assert recognise_anima_file(["first_stage.weight"]) == "something unknown"
+    def title(*names: str) -> str | None:
+        part = find_file_part(names, MODEL_FAMILIES)
+        return part and part.title
+
+    assert title(*(f"net.{name}" for name in anima_names())) == "the denoiser of Anima"
+    assert title("decoder.conv1.weight") == title("decoder.conv_in.weight") == "the VAE"
+    assert title("model.layers.0.self_attn.q_norm.weight") == "the text encoder"
+    assert title("first_stage.weight") is None
     adapters = [
         "lora_unet_blocks_0_mlp_layer1.lora_down.weight",
         "transformer.x.lora_A.weight",
@@ -245,5 +246,5 @@ def test_files_are_recognised_by_their_names():
         "x.lokr_w2_b",
         "x.dora_scale",
     ]
-    assert all(recognise_anima_file([name]) == "an adapter" for name in adapters)
-    assert not any(re.search("adapter$", recognise_anima_file([name])) for name in anima_names())
+    assert all(has_adapter_names([name]) for name in adapters)
+    assert not has_adapter_names(anima_names())

@@ -17,7 +17,6 @@ from finitune.report import Level
 from finitune.verbs import check
 from finitune.verbs.check.precision_forecast import (
     FORECAST_PRECISIONS,
-    FP16_HAZARD_BY_FAMILY,
     build_forecast_findings,
     forecast_gpu,
 )
@@ -170,9 +169,7 @@ def test_the_misleading_answer_about_bf16_is_told_where_it_is_given():
 
 
 def test_each_hazard_has_a_source_and_each_family_a_hazard():
-    assert set(FP16_HAZARD_BY_FAMILY) == set(FAMILY) and all(
-        hazard.source and hazard.why for hazard in FP16_HAZARD_BY_FAMILY.values()
-    )
+    assert all(family.fp16 and family.fp16.source and family.fp16.why for family in MODEL_FAMILIES)
 
 
 def test_old_cards_are_told_which_wheel_they_need():

@@ -18,6 +18,7 @@ from finitune.config.schema import NetworkSection, ObjectiveSection
 from finitune.datasets.items import TrainingBatch
 from finitune.errors import UsageError
 from finitune.models.anima import ANIMA
+from finitune.models.anima.attention import apply_attention_function
 from finitune.models.anima.encode import AnimaDenoiser, AnimaEncoders
 from finitune.models.pico import get_pico_plan_path, scale_stream_
 from finitune.numerics.compare import relative_l2
@@ -72,11 +73,13 @@ def learning(root: nn.Module, precision: str, network: NetworkSection = USUAL) -
             tensor.add_(0.02 * torch.randn(tensor.shape, generator=generator))
     with ExitStack() as stack:
         own = plan() if precision == "planned-half" else None
-        running = stack.enter_context(compute_precision.apply_training_precision(root, precision, own))
+        running = stack.enter_context(
+            compute_precision.apply_training_precision(root, precision, own, attend=apply_attention_function)
+        )
         attached = dict(attach_training_adapters({"transformer": running.module}, fresh, network))
         stack.enter_context(attached["transformer"])
         denoiser = AnimaDenoiser(running.module, pico().text_conditioner, pico().text_encoder)
-        learner = AdaptedModel(denoiser, attached, {"transformer": running})
+        learner = AdaptedModel(denoiser, attached, {"transformer": running}, "transformer")
         yield GradientAccumulator(learner, FlowObjective(ObjectiveSection()), ProcessRanks(), seed=0)
 
 

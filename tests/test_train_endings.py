@@ -18,10 +18,10 @@ from torch import Tensor
 
 from finitune.files import writer
 from finitune.files.tensorfile import TensorFile
+from finitune.models.loaded import DenoiserCallable
 from finitune.progress import SilentProgress
 from finitune.report import Level
 from finitune.training import events
-from finitune.training.adapted_model import DenoiserCallable
 from finitune.training.checkpoint import find_last_state
 from finitune.training.run_folder import RunFolder
 from finitune.verbs.train import Request, TrainEventReporter, catch_interrupt, export, run

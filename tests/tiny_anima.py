@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from finitune.errors import FinituneError
 from finitune.files.tensorfile import TensorFile
-from finitune.models.anima.load import load_folder, save_three_files
+from finitune.models.anima.load import load_folder
+from tests.anima_files import save_three_files
 
 VOCABULARY = 300
 LATENT_STD = [0.5 + 0.1 * n for n in range(16)]

@@ -15,8 +15,7 @@ from finitune.generation.precisions import open_in_precision
 from finitune.generation.settings import PictureSettings
 from finitune.merging.adapterfile import open_adapter
 from finitune.merging.pairing import TargetModel
-from finitune.models.anima import ANIMA
-from finitune.models.anima.load import AnimaParts, extract_pipeline_parts
+from finitune.models.loaded import find_pipeline_class
 from finitune.precision.plan import PrecisionPlan
 from finitune.report import Level, Report
 
@@ -51,7 +50,7 @@ def plan(
         PictureSettings(prompt=prompt, steps=steps, seed=i, width=width, height=height)
         for i, prompt in enumerate(prompts)
     ]
-    parts = extract_pipeline_parts(pipe)
+    parts = find_pipeline_class(pipe).of_pipeline(pipe)
     calls, _ = calibrate_model(parts, pictures)
     return make_model_plan(parts, type(pipe).__name__, calls, headroom_bits)
 
@@ -88,12 +87,12 @@ def apply(pipe: Any, plan: PrecisionPlan) -> PipelinePatch:
     >>> image.size
     (64, 64)
     """
-    parts: AnimaParts = extract_pipeline_parts(pipe)
+    parts = find_pipeline_class(pipe).of_pipeline(pipe)
     plan.check_fingerprint(parts.fingerprint, type(pipe).__name__)
     with ExitStack() as stack:
         running = stack.enter_context(open_in_precision(parts, "planned-half", plan))
-        stack.callback(pipe.update_components, **{name: getattr(parts, name) for name in running.modules})
-        pipe.update_components(**running.modules)
+        stack.callback(parts.put_into_pipeline, pipe)
+        running.model.put_into_pipeline(pipe)
         return PipelinePatch(pipe, stack.pop_all())
 
 
@@ -104,8 +103,9 @@ def attach(pipe: Any, file: str | Path, strength: float = 1.0) -> PipelinePatch:
     plan, apply the plan first: `ft.apply(pipe, plan)`, then `ft.attach(pipe, "style.safetensors", 0.8)`.
     """
     with ExitStack() as stack:
-        source = open_adapter(Path(file), Report("attach"), TargetModel.loaded(ANIMA, pipe))
-        for component in ANIMA.adapters.components:
+        family = find_pipeline_class(pipe).family
+        source = open_adapter(Path(file), Report("attach"), TargetModel.loaded(family, pipe))
+        for component in family.adapters.components:
             sites = source.reading.adapter.component(component.name)
             stack.enter_context(adapters_on(getattr(pipe, component.name), sites, strength))
         return PipelinePatch(pipe, stack.pop_all())

@@ -18,6 +18,7 @@ from typing import Any
 from finitune.config.imported_config import ImportedKey
 from finitune.config.toml_text import read_toml
 from finitune.errors import suggest_nearest_name
+from finitune.models.spec import ModelSpec
 from finitune.package_data import read_package_toml
 from finitune.report import Finding, Level
 from finitune.rules import Rule, evaluate_rules, parse_rule
@@ -201,7 +202,7 @@ LYCORIS_PREDICATES = {
 # --- presets ---------------------------------------------------------------------------------------------------------
 
 
-def check_lycoris_preset(path: Path, names: Sequence[str]) -> list[Finding]:
+def check_lycoris_preset(path: Path, names: Sequence[str], family: ModelSpec) -> list[Finding]:
     """Keys of a preset that LyCORIS does not know, and what in it names none of the modules, by their original names.
 
     Raises what `read_toml` does.
@@ -220,14 +221,16 @@ def check_lycoris_preset(path: Path, names: Sequence[str]) -> list[Finding]:
         for key in preset
         if key not in known
     ]
-    targets = {target: count_preset_matches(target, names, preset, by) for target, by in iterate_preset_targets(preset)}
+    targets = {
+        target: count_preset_matches(target, names, preset, by, family) for target, by in iterate_preset_targets(preset)
+    }
     idle = [target for target, number in targets.items() if not number]
     if idle and any(targets.values()):
         message = f"{', '.join(idle)}: no module of this model is called so"
         found.append(Finding(Level.NOTE, "LYCORIS-PRESET-IDLE", str(path), message, {"targets": targets}))
     elif not any(targets.values()):
         message = f"the preset names none of the model's {len(names)} modules: LyCORIS trains nothing, and says nothing"
-        remedy = "Classes of Anima are Block and LLMAdapterTransformerBlock (LyCORIS 4); or name modules by pattern."
+        remedy = f"Classes of {family.title} are {', '.join(family.classes)} (LyCORIS 4); or name modules by pattern."
         found.append(Finding(Level.ERROR, "LYCORIS-PRESET-EMPTY", str(path), message, {"targets": targets}, remedy))
     return found
 
@@ -239,11 +242,13 @@ def iterate_preset_targets(preset: Mapping[str, Any]) -> Iterator[tuple[str, str
             yield from ((str(target), by) for target in preset.get(key) or ())
 
 
-def count_preset_matches(target: str, names: Sequence[str], preset: Mapping[str, Any], by: str) -> int:
+def count_preset_matches(
+    target: str, names: Sequence[str], preset: Mapping[str, Any], by: str, family: ModelSpec
+) -> int:
     """How many of the modules a target names."""
     if by == "name" and preset.get("use_fnmatch"):
         return sum(fnmatch(name, target) for name in names)
-    pattern = target if by == "name" else read_package_toml(_FACTS_PATH)["module_pattern_by_class"].get(target)
+    pattern = target if by == "name" else family.classes.get(target)
     try:
         return sum(bool(re.match(pattern, name)) for name in names) if pattern is not None else 0
     except re.error:

@@ -20,11 +20,11 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from finitune.datasets.items import FamilyEncoders
 from finitune.errors import FileError, NumericsError
 from finitune.files.sniff import make_unreadable_file_error
 from finitune.files.tensorfile import TensorFile, compute_tensor_fingerprint, count_nonfinite, hash_tensor
 from finitune.files.writer import is_abandoned_file, save_tensors
+from finitune.models.loaded import FamilyEncoders
 from finitune.report import Finding, Level
 
 ENCODER_NAME_BY_CACHE_KIND = {"latents": "the VAE", "texts": "the text encoder"}

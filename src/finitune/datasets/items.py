@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -105,30 +104,6 @@ class TrainingBatch:
             self.places[begin:end],
             self.multiplier,
         )
-
-
-class FamilyEncoders(Protocol):
-    """What a model family makes of pictures and texts; everything is fp32 on the CPU."""
-
-    @property
-    def identity(self) -> Mapping[str, str]:
-        """Fingerprints of what makes latents and texts: an entry of a cache made by another one is stale.
-
-        A name that begins with "latents." or "texts." is about entries of that kind alone.
-        """
-        ...
-
-    def latents(self, pixels: Tensor) -> Tensor:
-        """uint8 (B, H, W, 3) to normalised latents fp32 (B, C, 1, h, w)."""
-        ...
-
-    def texts(self, captions: list[str]) -> list[dict[str, Tensor]]:
-        """What the denoiser is told of each caption, by name; each tensor without padding, (L, ...)."""
-        ...
-
-    def collate(self, texts: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The texts of one batch, padded as the model wants it, (B, L, ...)."""
-        ...
 
 
 def make_generator(*key: object) -> torch.Generator:

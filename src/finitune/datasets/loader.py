@@ -33,7 +33,6 @@ from finitune.datasets.cache import (
 )
 from finitune.datasets.items import (
     ExcludedExamples,
-    FamilyEncoders,
     MicroBatch,
     PixelSize,
     TrainingBatch,
@@ -43,6 +42,7 @@ from finitune.datasets.picture_files import DecodedPicture, read_picture
 from finitune.datasets.pixels import Float32Array
 from finitune.datasets.transforms import transform_mask, transform_pixels
 from finitune.errors import FileError, FinituneError, NumericsError
+from finitune.models.loaded import FamilyEncoders
 from finitune.progress import Progress
 from finitune.report import Finding, Level
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from finitune.errors import UsageError, suggest_nearest_name
-from finitune.models.anima.attention import apply_attention_function
-from finitune.models.anima.load import AnimaParts, build_anima_pipeline
+from finitune.models.loaded import LoadedModel
 from finitune.numerics.attention import half_attention
 from finitune.numerics.products import exact_accumulation
 from finitune.precision.apply import apply_current_scaling, apply_plan, hold_parameters_in
@@ -20,7 +19,6 @@ from finitune.precision.guard import PrecisionGuard
 from finitune.precision.plan import ComponentPlan, PrecisionPlan
 from finitune.precision.planner import apply_tensor_core_rounding
 
-PIPELINE_COMPONENTS = ("text_encoder", "text_conditioner", "transformer", "vae")
 DRAWING_PRECISIONS: dict[str, str] = {
     "planned-half": "fp16 by the plan: fp32 where the plan says so, power-of-two scales, guarded",
     "current-half": "fp16 products, each scaled by its own measured power of two; everything else fp32; needs no plan",
@@ -43,25 +41,27 @@ def check_drawing_precision(name: str) -> None:
 
 
 @dataclass
-class RunningPipeline:
-    """A pipeline that is in one precision right now, its modules by component, and its guard."""
+class RunningModel:
+    """A model whose modules compute in one precision right now, and its guard."""
 
     precision: str
-    pipe: Any
-    modules: dict[str, nn.Module]
+    model: LoadedModel
     guard: PrecisionGuard
+
+    @property
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules by name, in the order in which a drawing runs them."""
+        return self.model.named_modules()
 
 
 @contextmanager
-def open_in_precision(
-    parts: AnimaParts, precision: str, plan: PrecisionPlan | None = None
-) -> Iterator[RunningPipeline]:
-    """The pipeline of `parts` in `precision`; products have the tensor core's meaning on a CPU, too.
+def open_in_precision(parts: LoadedModel, precision: str, plan: PrecisionPlan | None = None) -> Iterator[RunningModel]:
+    """The model in `precision`; products have the tensor core's meaning on a CPU, too.
 
     planned-half needs a `plan`; a component that it does not name runs in plain fp16.
     """
     guard = PrecisionGuard()
-    originals = {name: getattr(parts, name) for name in PIPELINE_COMPONENTS}
+    originals = parts.named_modules()
     with ExitStack() as stack:
         stack.enter_context(exact_accumulation())
         if precision in _PLAIN_PRECISION_DTYPES:
@@ -71,20 +71,20 @@ def open_in_precision(
             }
         elif precision == "current-half":
             modules = {name: stack.enter_context(apply_current_scaling(m)) for name, m in originals.items()}
-            for name in ("text_conditioner", "transformer"):
-                stack.enter_context(apply_attention_function(modules[name], _current_attention))
+            for one in parts.modules:
+                if one.attends:
+                    stack.enter_context(parts.apply_attention(modules[one.name], _current_attention))
         else:
             if plan is None:
                 raise ValueError("planned-half needs a plan")
             modules = {}
             for name, module in originals.items():
                 component = plan.components.get(name, ComponentPlan())
-                guarded = guard if name == "transformer" else None
+                guarded = guard if name == parts.denoiser else None
                 modules[name] = stack.enter_context(apply_plan(module, component, guard=guarded))
-        pipe = build_anima_pipeline(replace(parts, **modules))
         if precision != "fp32":
-            stack.enter_context(apply_tensor_core_rounding(parts.transformer))
-        yield RunningPipeline(precision, pipe, modules, guard)
+            stack.enter_context(apply_tensor_core_rounding(parts.module(parts.denoiser)))
+        yield RunningModel(precision, parts.with_modules(modules), guard)
 
 
 def _current_attention(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -85,6 +85,10 @@ class AdapterSites:
     depths: Mapping[str, int] = field(default_factory=dict)
     trained: Mapping[str, str] = field(default_factory=dict)
     untrained: str = ""
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """The option of [network] that puts adapters on a component of `trained`; one without an option always has them."""
+    rates: Mapping[str, str] = field(default_factory=dict)
+    """The option of [optimizer] that is a component's own learning rate."""
 
 
 def make_single_site_places(*pairs: tuple[str, str]) -> tuple[ModulePlace, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,14 +18,12 @@ from finitune.adapters.new import create_adapter
 from finitune.config.schema import NetworkSection
 from finitune.datasets.items import derive_seed, make_generator
 from finitune.errors import AdapterError
+from finitune.models.loaded import DenoiserCallable
 from finitune.training.compute_precision import PrecisionComponent
 from finitune.training.sites import SiteSelection
 
 _SCALABLE_ROLES = ("up", "w1", "w1_a", "diff")
 """The factors that a change is proportional to."""
-
-DenoiserCallable = Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
-"""(noisy fp32, sigma fp32, conditioning) -> velocity fp32."""
 
 
 @dataclass
@@ -35,6 +33,8 @@ class AdaptedModel:
     denoiser: DenoiserCallable
     attached: Mapping[str, AttachedAdapters]
     precisions: Mapping[str, PrecisionComponent] = field(default_factory=dict)
+    denoiser_name: str = ""
+    """Which of `precisions` is the denoiser."""
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """(site and role, parameter) of all that is trained, in one order for ever: "transformer.x.to_q.up"."""

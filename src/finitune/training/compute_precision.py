@@ -7,7 +7,7 @@ fp32 between the products; fp32 masters, gradients and optimiser state for what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from finitune.errors import UsageError
-from finitune.models.anima.attention import apply_attention_function
+from finitune.models.loaded import AttentionFunction
 from finitune.numerics.attention import half_attention
 from finitune.numerics.products import exact_accumulation
 from finitune.precision.apply import (
@@ -70,12 +70,16 @@ class PrecisionComponent:
 
 @contextmanager
 def apply_training_precision(
-    root: nn.Module, precision: str, plan: ComponentPlan | None = None, *, attends: bool = True
+    root: nn.Module,
+    precision: str,
+    plan: ComponentPlan | None = None,
+    *,
+    attend: Callable[[nn.Module, AttentionFunction], AbstractContextManager[Any]] | None = None,
 ) -> Iterator[PrecisionComponent]:
     """`root` computing as ARITHMETIC says, its own modules and bits back at the end; adapters are attached inside.
 
-    `attends`: the model's attentions are of Anima's kinds and go in half, too; others (Qwen3's) stay in fp32 between
-    their products. planned-half needs a `plan`.
+    `attend` lets a function of ours compute the model's attentions (`LoadedModel.apply_attention`), which then go in
+    half, too; without it they stay in fp32 between their products. planned-half needs a `plan`.
     """
     with ExitStack() as stack:
         stack.enter_context(exact_accumulation())
@@ -90,8 +94,8 @@ def apply_training_precision(
         else:
             module = stack.enter_context(apply_current_scaling(root))
         attention = SwitchableHalfAttention(0 if precision == "planned-half" else None)
-        if attends:
-            stack.enter_context(apply_attention_function(module, attention))
+        if attend:
+            stack.enter_context(attend(module, attention))
         yield PrecisionComponent(module, precision, partial(give_up_plan, module, attention))
 
 

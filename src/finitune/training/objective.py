@@ -76,6 +76,10 @@ class FlowObjective:
         return draw_addressed_noise(seed, step, batch.places, batch.latents.shape[1:], purpose).to(batch.latents.device)
 
 
+OBJECTIVE_BY_NAME = {"flow": FlowObjective}
+"""What a family can be trained to answer: see `LoadedModel.objective`."""
+
+
 def add_noise(latents: Tensor, noise: Tensor, sigma: Tensor, extra: Tensor | None = None) -> Tensor:
     """(1 - sigma) x0 + sigma (noise + extra): fp32 (B, C, ...) of latents and noise, sigma (B,).
 

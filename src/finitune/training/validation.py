@@ -52,7 +52,7 @@ class HeldOutValidation:
     def ranges(self, learner: AdaptedModel, objective: FlowObjective, load: _BatchLoad) -> dict[str, float]:
         """The largest magnitude that leaves each block of the denoiser on the first pictures, over all sigmas."""
         batch = load(self.batches[0])
-        root = learner.precisions["transformer"].module
+        root = learner.precisions[learner.denoiser_name].module
         if batch is None:
             return {}
         learner.train(False)

@@ -8,7 +8,7 @@ with the gradients, a step of training.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,6 +28,7 @@ from finitune.machine.measuring.attention_backends import (
     load_installed_backends,
 )
 from finitune.machine.measuring.attention_bench import BackendResult, BenchLayer, measure_attention
+from finitune.models import MODEL_FAMILIES
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Finding, Level, Report, Table
 from finitune.verbs.shared.model import choose_device
@@ -55,35 +56,6 @@ class Request:
     """Where to compute: `auto` takes the first GPU if there is one, else the CPU."""
     out: Annotated[Path, Parameter(alias="-o")] = Path("finitune-out/bench-attention.md")
     """The Markdown file to write, a table that can be pasted into an issue."""
-
-
-def list_anima_attention(tokens: int) -> list[BenchLayer]:
-    """28 blocks of 16 heads of 128: self-attention, and 512 text tokens."""
-    return [BenchLayer("self", 28, 16, tokens, tokens, 128), BenchLayer("cross", 28, 16, tokens, 512, 128)]
-
-
-def list_sdxl_attention(tokens: int) -> list[BenchLayer]:
-    """Heads of 64: 10 transformer layers of 10 heads at 1/16 of the picture's side, 60 of 20 heads at 1/32; 77 text
-    tokens (diffusers' UNet2DConditionModel)."""
-    return [
-        BenchLayer("self, 1/16", 10, 10, tokens, tokens, 64),
-        BenchLayer("self, 1/32", 60, 20, tokens // 4, tokens // 4, 64),
-        BenchLayer("cross, 1/16", 10, 10, tokens, 77, 64),
-        BenchLayer("cross, 1/32", 60, 20, tokens // 4, 77, 64),
-    ]
-
-
-def list_flux_attention(tokens: int) -> list[BenchLayer]:
-    """19 double and 38 single blocks of 24 heads of 128, over picture and 512 text tokens together."""
-    return [BenchLayer("joint", 57, 24, tokens + 512, tokens + 512, 128)]
-
-
-_LAYERS_BY_MODEL: dict[str, Callable[[int], list[BenchLayer]]] = {
-    "anima": list_anima_attention,
-    "sdxl": list_sdxl_attention,
-    "flux": list_flux_attention,
-}
-"""Each model's attentions, by the number of tokens: one for 16 x 16 pixels."""
 
 
 def run(request: Request, progress: Progress | None = None) -> Report:
@@ -118,13 +90,13 @@ def _bench(request: Request, report: Report, progress: Progress) -> None:
 
 def find_attention_layers(request: Request) -> list[BenchLayer]:
     """The attentions of the asked model at the asked size; raises UsageError for a model or size that is none."""
-    if request.model not in _LAYERS_BY_MODEL:
+    families = {family.name: family.attention for family in MODEL_FAMILIES if family.attention}
+    if request.model not in families:
         raise UsageError(
-            f"--model {request.model}: its attention is not "
-            f"known.{suggest_nearest_name(request.model, _LAYERS_BY_MODEL)}",
+            f"--model {request.model}: its attention is not known.{suggest_nearest_name(request.model, families)}",
             code="BENCH-MODEL",
             subject="--model",
-            remedy=f"One of {', '.join(_LAYERS_BY_MODEL)}.",
+            remedy=f"One of {', '.join(families)}.",
         )
     width, height = parse_picture_size(request.size)
     if width < 32 or height < 32:
@@ -134,7 +106,7 @@ def find_attention_layers(request: Request) -> list[BenchLayer]:
             subject="--size",
             remedy="Give a picture's size, such as 1024x1024.",
         )
-    return _LAYERS_BY_MODEL[request.model]((width // 16) * (height // 16))
+    return families[request.model]((width // 16) * (height // 16))
 
 
 def report_bench_results(

@@ -21,7 +21,7 @@ from finitune.generation.draw import DrawnPictures, draw_picture_batch
 from finitune.generation.picture import encode_png
 from finitune.generation.precisions import open_in_precision
 from finitune.generation.settings import PictureSettings
-from finitune.models.anima.load import AnimaParts
+from finitune.models.loaded import LoadedModel
 from finitune.precision.probe import probe
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Finding, Level, Report
@@ -115,9 +115,9 @@ def _tell(choice: diagnose.Request, request: Request, report: Report, progress: 
     return DemoResults(settings, drawings, diagnosis, proof, measure_block_ranges(parts, settings), lesson)
 
 
-def measure_block_ranges(parts: AnimaParts, settings: PictureSettings) -> dict[str, float]:
+def measure_block_ranges(parts: LoadedModel, settings: PictureSettings) -> dict[str, float]:
     """The largest magnitude that leaves each block of the denoiser over a whole fp32 run."""
-    with open_in_precision(parts, "fp32") as running, probe(running.modules["transformer"]) as ranges:
+    with open_in_precision(parts, "fp32") as running, probe(running.modules[parts.denoiser]) as ranges:
         draw_picture_batch(running, [settings])
     return {site: amax for site, amax in ranges.amax.items() if _BLOCK_PATTERN.fullmatch(site)}
 

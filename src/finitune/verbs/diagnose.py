@@ -7,10 +7,9 @@ as bad, precision is acquitted, and the model's conditioning, latents and schedu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from finitune.generation.draw import (
     CallRecording,
@@ -22,9 +21,9 @@ from finitune.generation.draw import (
 from finitune.generation.picture import save_picture
 from finitune.generation.picture_quality import judge_picture
 from finitune.generation.planning import draw_in_precision
-from finitune.generation.precisions import PIPELINE_COMPONENTS, RunningPipeline, open_in_precision
+from finitune.generation.precisions import RunningModel, open_in_precision
 from finitune.generation.settings import PictureSettings
-from finitune.models.anima.load import AnimaParts
+from finitune.models.loaded import LoadedModel
 from finitune.numerics.compare import psnr_db
 from finitune.precision.apply import hold_parameters_in
 from finitune.precision.certificate import cast_call_inputs, collect_call_outputs
@@ -71,7 +70,7 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 def diagnose_picture(
     request: Request, report: Report, progress: Progress | None = None
-) -> tuple[AnimaParts, DrawnPictures]:
+) -> tuple[LoadedModel, DrawnPictures]:
     """Climb the ladder, everything found going into `report`; the model, and the picture as it was asked for."""
     settings, parts, precision, plan = generate.prepare_generation(request, None, report, progress)
     with open_in_precision(parts, precision, plan) as running:
@@ -102,17 +101,17 @@ def diagnose_picture(
 
 
 def collect_stages(
-    parts: AnimaParts, recording: CallRecording, drawing: DrawnPictures, steps: int
+    parts: LoadedModel, recording: CallRecording, drawing: DrawnPictures, steps: int
 ) -> list[DiagnosisStage]:
-    """Every call of the run in the order of the ladder: text encoder, conditioner, denoising steps, VAE."""
+    """Every call of the run in the order of the ladder: text encoders, denoising steps, VAE."""
     stages = []
-    for component in PIPELINE_COMPONENTS:
-        calls = recording.calls.get(component, [])
-        if component == "vae":
-            calls = [build_decode_call(parts.vae, drawing.latents)]
-        for number, (call, output) in enumerate(zip(calls, recording.outputs.get(component, []), strict=True)):
-            step = number * steps // len(calls) if component == "transformer" else 0
-            stages.append(DiagnosisStage(component, number, step, call, bool(output.isfinite().all()), _amax(output)))
+    for one in parts.modules:
+        calls = recording.calls.get(one.name, [])
+        if one.decoder:
+            calls = [build_decode_call(parts, drawing.latents)]
+        for number, (call, output) in enumerate(zip(calls, recording.outputs.get(one.name, []), strict=True)):
+            step = number * steps // len(calls) if one.name == parts.denoiser else 0
+            stages.append(DiagnosisStage(one.name, number, step, call, bool(output.isfinite().all()), _amax(output)))
     return stages
 
 
@@ -127,14 +126,14 @@ def build_stage_table(stages: list[DiagnosisStage]) -> Table:
     return Table("stages", ("stage", "calls", "finite", "first bad call", "largest output"), tuple(rows))
 
 
-def find_stage_origin(running: RunningPipeline, stage: DiagnosisStage) -> FaultOrigin | None:
+def find_stage_origin(running: RunningModel, stage: DiagnosisStage) -> FaultOrigin | None:
     """The operation that made the first non-finite number of a stage, in the precision of the run."""
     return find_first_fault_origin(running.modules[stage.component], stage.call, stage.number)
 
 
-def replay_stage_in_fp32(parts: AnimaParts, stage: DiagnosisStage) -> tuple[bool, Ranges]:
+def replay_stage_in_fp32(parts: LoadedModel, stage: DiagnosisStage) -> tuple[bool, Ranges]:
     """Run a stage in fp32 from the inputs that it was given: is its output finite, and how large does it get inside?"""
-    module: nn.Module = getattr(parts, stage.component)
+    module = parts.module(stage.component)
     with hold_parameters_in(module, torch.float32), probe(module, parts.fingerprint) as ranges:
         found = collect_call_outputs(module, cast_call_inputs([stage.call], torch.float32))
     return is_output_finite(found), ranges
@@ -174,7 +173,7 @@ def _blame(stage: DiagnosisStage, origin: FaultOrigin | None, report: Report) ->
     )
 
 
-def _acquit(parts: AnimaParts, stage: DiagnosisStage, report: Report) -> None:
+def _acquit(parts: LoadedModel, stage: DiagnosisStage, report: Report) -> None:
     report.figures["precision_acquitted"] = True
     report.add(
         Level.ERROR,
@@ -187,7 +186,7 @@ def _acquit(parts: AnimaParts, stage: DiagnosisStage, report: Report) -> None:
 
 
 def _judge_finite_run(
-    parts: AnimaParts, settings: PictureSettings, drawing: DrawnPictures, report: Report, progress: Progress | None
+    parts: LoadedModel, settings: PictureSettings, drawing: DrawnPictures, report: Report, progress: Progress | None
 ) -> None:
     """Everything was finite: is the picture good, and if not, is fp32's any better?"""
     reference = draw_in_precision(parts, "fp32", [settings], progress=progress)
@@ -205,28 +204,20 @@ def _judge_finite_run(
     _check_conditioning(parts, report)
 
 
-def _check_conditioning(parts: AnimaParts, report: Report) -> None:
+def _check_conditioning(parts: LoadedModel, report: Report) -> None:
     """What else makes black pictures: weights, the scheduler's shift, the latents' scaling."""
-    for component in PIPELINE_COMPONENTS:
-        for name, parameter in getattr(parts, component).named_parameters():
+    for component, module in parts.named_modules().items():
+        for name, parameter in module.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 message = "the weight holds NaN or infinity"
                 report.add(
                     Level.ERROR, "WEIGHT-NONFINITE", f"{component}.{name}", message, remedy="Get the file again."
                 )
-    shift = parts.scheduler.config.get("shift")
-    if shift != 3.0:
-        message = f"the scheduler's shift is {shift}; Anima's is 3"
-        report.add(Level.WARNING, "SCHEDULER-SHIFT", "scheduler", message, remedy="Set shift = 3.0.")
-    config: Any = parts.vae.config
-    channels = config.z_dim
-    if len(config.latents_std) != channels or min(config.latents_std) <= 0:
-        message = f"latents_std does not give {channels} positive numbers"
-        report.add(Level.ERROR, "LATENTS-SCALING", "vae", message, remedy="Use the VAE that belongs to this model.")
+    report.findings.extend(parts.check_conditioning())
 
 
 def _cure(
-    request: Request, parts: AnimaParts, settings: PictureSettings, report: Report, progress: Progress | None
+    request: Request, parts: LoadedModel, settings: PictureSettings, report: Report, progress: Progress | None
 ) -> None:
     """Draw the picture again by a plan, and say how it went."""
     plan = load_or_make_plan(request, parts, settings, None, report, progress)

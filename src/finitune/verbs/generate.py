@@ -11,11 +11,11 @@ from finitune.generation.draw import DrawnPictures, draw_picture_batch
 from finitune.generation.picture import read_picture_metadata, save_picture
 from finitune.generation.picture_quality import judge_picture
 from finitune.generation.planning import calibrate_model, draw_in_precision, make_model_plan, recheck_model_plan
-from finitune.generation.precisions import check_drawing_precision, open_in_precision
+from finitune.generation.precisions import RunningModel, check_drawing_precision, open_in_precision
 from finitune.generation.settings import PictureSettings, parse_picture_size
 from finitune.machine.hardware import advise, read_device_facts
-from finitune.models.anima.load import AnimaParts
-from finitune.precision.guard import PrecisionGuard
+from finitune.models import SHIPPED_MODELS
+from finitune.models.loaded import LoadedModel
 from finitune.precision.plan import PrecisionPlan
 from finitune.progress import Progress
 from finitune.report import Level, Report
@@ -28,7 +28,6 @@ from finitune.verbs.shared.adapters import (
 )
 from finitune.verbs.shared.model import (
     DEFAULT_OUTPUT_FOLDER,
-    SHIPPED_MODELS,
     choose_device,
     format_model_name,
     get_default_picture_size,
@@ -72,7 +71,7 @@ def draw_checked_picture(request: Request, report: Report, progress: Progress | 
     with open_in_precision(parts, precision, plan) as running:
         drawing = draw_picture_batch(running, [settings], progress)
     if plan and running.guard.trips:
-        _tell_of_trips(request, report, running.guard, plan)
+        _tell_of_trips(request, report, running, plan)
     command = f"finitune diagnose {request.to_command_words()} --precision {precision}"
     verdict = judge_picture(drawing.latents, drawing.pixels, remedy=f"Find out why: {command}")
     report.findings.extend(verdict.findings)
@@ -87,7 +86,7 @@ def draw_checked_picture(request: Request, report: Report, progress: Progress | 
 
 def prepare_generation(
     request: DrawingOptions, plan: Path | None, report: Report, progress: Progress | None
-) -> tuple[PictureSettings, AnimaParts, str, PrecisionPlan | None]:
+) -> tuple[PictureSettings, LoadedModel, str, PrecisionPlan | None]:
     """Everything a picture needs, cheapest checks first: settings, parts, precision, and its plan if it has one.
 
     Raises UsageError for what cannot be drawn.
@@ -111,7 +110,7 @@ def build_picture_settings(request: DrawingOptions) -> PictureSettings:
 
 def recertify_adapted_plan(
     plan: PrecisionPlan,
-    parts: AnimaParts,
+    parts: LoadedModel,
     worn: AppliedAdapters,
     settings: PictureSettings,
     report: Report,
@@ -124,7 +123,7 @@ def recertify_adapted_plan(
     checks = recheck_model_plan(parts, plan, calls, progress)
     held = all(check.holds(min(MIN_ADAPTED_HEADROOM_BITS, plan.headroom_bits)) for check in checks.values())
     bits = min(check.headroom_bits for check in checks.values())
-    denoiser = checks["transformer"]
+    denoiser = checks[parts.denoiser]
     report.figures.update(adapted_headroom_bits=bits, adapted_step_rel_l2=denoiser.step_rel_l2)
     report.figures.update(adapted_bf16_step_rel_l2=denoiser.bf16_step_rel_l2)
     report.add(
@@ -139,9 +138,9 @@ def recertify_adapted_plan(
     return plan if held else make_model_plan(parts, plan.model, calls, plan.headroom_bits, progress)
 
 
-def _tell_of_trips(request: Request, report: Report, guard: PrecisionGuard, plan: PrecisionPlan) -> None:
+def _tell_of_trips(request: Request, report: Report, running: RunningModel, plan: PrecisionPlan) -> None:
     """Each event of the guard, and the plan as it was amended, written for the next picture."""
-    for trip in guard.trips:
+    for trip in running.guard.trips:
         report.add(
             Level.WARNING,
             "GUARD-TRIPPED",
@@ -152,7 +151,8 @@ def _tell_of_trips(request: Request, report: Report, guard: PrecisionGuard, plan
         )
     if request.adapter:  # its lines name layers as they are with the adapter on
         return
-    components = {**plan.components, "transformer": guard.amend_plan(plan.components["transformer"])}
+    name = running.model.denoiser
+    components = {**plan.components, name: running.guard.amend_plan(plan.components[name])}
     amended = replace(plan, components=components, proof={})
     path = DEFAULT_OUTPUT_FOLDER / f"{format_model_name(request)}.amended.plan.toml"
     report.artifacts["amended_plan"] = str(write_plan(path, amended))
@@ -177,7 +177,7 @@ def choose_generation_precision(request: DrawingOptions, report: Report) -> str:
 
 
 def compare_picture_with_bf16(
-    parts: AnimaParts, settings: PictureSettings, drawing: DrawnPictures, progress: Progress | None
+    parts: LoadedModel, settings: PictureSettings, drawing: DrawnPictures, progress: Progress | None
 ) -> dict[str, object]:
     """Distance of this picture, and of bf16's, to the one that fp32 draws."""
     others = {name: draw_in_precision(parts, name, [settings], progress=progress) for name in ("fp32", "bf16")}

@@ -11,7 +11,7 @@ from finitune.files.sniff import read_utf8_text
 from finitune.generation.draw import DrawnPictures
 from finitune.generation.planning import calibrate_model, certify_model_plan, draw_in_precision, make_model_plan
 from finitune.generation.settings import PictureSettings, parse_picture_size
-from finitune.models.anima.load import AnimaParts
+from finitune.models.loaded import LoadedModel
 from finitune.numerics.compare import psnr_db, relative_l2
 from finitune.precision.certificate import PlanCertificate
 from finitune.precision.plan import PrecisionPlan
@@ -63,13 +63,14 @@ class PlanProof:
     plan: PrecisionPlan
     certificates: dict[str, PlanCertificate]
     drawings: dict[str, DrawnPictures]
+    denoiser: str
 
     def figures(self) -> dict[str, object]:
         """The whole run's errors and the denoiser's certificate, as named figures."""
         certificates = self.certificates.values()
         return {
             **self.plan.proof["run"],
-            **self.certificates["transformer"].figures(),
+            **self.certificates[self.denoiser].figures(),
             "headroom_bits_min": min(c.headroom_bits_min for c in certificates),
             "droppable_lines": sum(c.droppable_lines for c in certificates),
             "lines": sum(c.lines for c in certificates),
@@ -99,7 +100,7 @@ def run(request: Request, progress: Progress | None = None) -> Report:
 
 
 def plan_and_prove(
-    parts: AnimaParts,
+    parts: LoadedModel,
     name: str,
     pictures: Sequence[PictureSettings],
     headroom_bits: float,
@@ -115,7 +116,7 @@ def plan_and_prove(
         "planned-half": draw_in_precision(parts, "planned-half", pictures, plan, progress),
     }
     proof = {"run": compute_fp32_distances(drawings), **{name: c.figures() for name, c in certificates.items()}}
-    return PlanProof(replace(plan, proof=proof), certificates, drawings)
+    return PlanProof(replace(plan, proof=proof), certificates, drawings, parts.denoiser)
 
 
 def compute_fp32_distances(drawings: dict[str, DrawnPictures]) -> dict[str, object]:

@@ -1,7 +1,16 @@
 """Anima: a Cosmos-Predict2 denoiser, a Qwen3 text encoder, a text conditioner between them, and the Wan 2.1 VAE."""
 
+from finitune.machine.measuring.attention_bench import BenchLayer
+from finitune.models.anima.keys import ANIMA_FILE_PARTS
 from finitune.models.anima.sites import ANIMA_SITES
-from finitune.models.spec import ModelSpec
+from finitune.models.pico import get_pico_folder, get_pico_plan_path
+from finitune.models.spec import Fp16Hazard, ModelSpec, SettingRule, ShippedModel
+
+
+def list_anima_attention(tokens: int) -> list[BenchLayer]:
+    """28 blocks of 16 heads of 128: self-attention, and 512 text tokens."""
+    return [BenchLayer("self", 28, 16, tokens, tokens, 128), BenchLayer("cross", 28, 16, tokens, 512, 128)]
+
 
 ANIMA = ModelSpec(
     name="anima",
@@ -26,6 +35,33 @@ ANIMA = ModelSpec(
     ),
     adapters=ANIMA_SITES,
     title="Anima",
+    runtime="finitune.models.anima.load:AnimaParts",
+    fp16=Fp16Hazard(
+        True,
+        "its residual stream leaves fp16's range: NaN, and a black picture",
+        "ComfyUI PR #12249; sd-scripts PR #2277, after which NaN was still reported",
+    ),
+    attention=list_anima_attention,
+    setting_rules=(
+        SettingRule("picture-size", ("width", "height"), lambda side: side % 16 == 0),
+        SettingRule("scheduler-shift", ("shift",), lambda shift: shift == 3),
+        SettingRule(
+            "guidance",
+            ("cfg",),
+            lambda cfg: cfg > 1,
+            "Anima is drawn with guidance (4 as released); only distilled versions are drawn without.",
+        ),
+    ),
+    parts=ANIMA_FILE_PARTS,
+    beside_denoiser={"text_conditioner": "the text conditioner (llm_adapter.*)"},
+    classes={
+        "Block": r"blocks\.",
+        "PatchEmbed": r"x_embedder\.",
+        "TimestepEmbedding": r"t_embedder\.",
+        "FinalLayer": r"final_layer\.",
+        "LLMAdapterTransformerBlock": r"(llm_adapter\.)?blocks\.",
+        "Attention": r".*attn\.",
+        "GPT2FeedForward": r".*mlp\.",
+    },
+    shipped={"pico-anima": ShippedModel(get_pico_folder(), get_pico_plan_path(), picture_side=64)},
 )
-
-__all__ = ["ANIMA"]

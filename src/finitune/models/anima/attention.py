@@ -6,15 +6,17 @@ only in who computes softmax(q k^T) v.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from diffusers.models import embeddings
+from diffusers.models.attention_processor import Attention
+from diffusers.models.condition_embedders.condition_embedder_anima import AnimaTextConditionerAttention
 from torch import Tensor, nn
 
-#: (query, key, value, mask), each (B, H, L, D) -> (B, H, L, D)
-AttentionFunction = Callable[..., Tensor]
+from finitune.models.loaded import AttentionFunction
 
 
 class CosmosProcessor:
@@ -31,8 +33,6 @@ class CosmosProcessor:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        from diffusers.models import embeddings
-
         apply_rotary_emb: Any = embeddings.apply_rotary_emb  # its annotation knows tuples of one tensor only
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         projected = (attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context))
@@ -88,9 +88,6 @@ def apply_rotary_embedding(x: Tensor, embedding: tuple[Tensor, Tensor]) -> Tenso
 @contextmanager
 def apply_attention_function(root: nn.Module, attention: AttentionFunction) -> Generator[nn.Module]:
     """Let `attention` compute every attention of a transformer or conditioner while the context is open."""
-    from diffusers.models.attention_processor import Attention
-    from diffusers.models.condition_embedders.condition_embedder_anima import AnimaTextConditionerAttention
-
     previous: list[tuple[Any, Any]] = []
     for module in root.modules():
         if isinstance(module, (Attention, AnimaTextConditionerAttention)):

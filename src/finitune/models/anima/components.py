@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import torch
+from diffusers import AnimaTextConditioner, AutoencoderKLQwenImage, CosmosTransformer3DModel
+from diffusers.models.condition_embedders.condition_embedder_anima import AnimaRotaryEmbedding
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from finitune.errors import ModelError, NumericsError, suggest_nearest_name
 from finitune.files.tensorfile import NonfiniteElements, TensorFile, count_nonfinite
-from finitune.models.anima.configs import ComponentConfig
+from finitune.models.anima import ANIMA
+from finitune.models.anima.configs import PUBLISHED_ANIMA_SETTINGS, ComponentConfig
+from finitune.models.anima.keys import SortedKeys
+from finitune.models.spec import find_file_part, has_adapter_names
+from finitune.report import Finding, Level
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
-
+_CLASS_BY_COMPONENT: dict[str, type[nn.Module]] = {
+    "transformer": CosmosTransformer3DModel,
+    "text_conditioner": AnimaTextConditioner,
+    "vae": AutoencoderKLQwenImage,
+}
 _MAX_NAMES_SHOWN = 3
 
 
@@ -29,22 +42,11 @@ class ComponentSource:
 
 def build_anima_component(component: str, config: ComponentConfig) -> nn.Module:
     """A component on the meta device: shapes and settings, no memory. Raises ModelError for settings it cannot have."""
-    import inspect
-
-    import diffusers
-    import torch
-    from transformers import Qwen3Config, Qwen3Model
-
-    classes = {
-        "transformer": diffusers.CosmosTransformer3DModel,
-        "text_conditioner": diffusers.AnimaTextConditioner,
-        "vae": diffusers.AutoencoderKLQwenImage,
-    }
     try:
         if component == "text_encoder":
             with torch.device("meta"):
                 return Qwen3Model(Qwen3Config.from_dict(dict(config)))
-        cls = classes[component]
+        cls = _CLASS_BY_COMPONENT[component]
         settings = {key: value for key, value in config.items() if not key.startswith("_")}
         known = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
         for key in settings:
@@ -154,14 +156,6 @@ def load_component_tensors(
     return hashes
 
 
-def require_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Raises NumericsError (WEIGHT-NONFINITE) where a tensor holds NaN or inf."""
-    bad: dict[str, NonfiniteElements] = {}
-    for name, tensor in tensors.items():
-        note_nonfinite(bad, name, tensor)
-    refuse_nonfinite(path, bad)
-
-
 def note_nonfinite(bad: dict[str, NonfiniteElements], name: str, tensor: Tensor) -> None:
     """Enter a tensor into `bad` if it holds NaN or inf."""
     count = count_nonfinite(tensor)
@@ -196,10 +190,6 @@ def refuse_nonfinite(path: Path, bad: Mapping[str, NonfiniteElements], code: str
 
 def remake_buffers(module: nn.Module) -> None:
     """Compute again, on the CPU and in float32, the rotary frequencies that no file holds and the meta device lost."""
-    import torch
-    from diffusers.models.condition_embedders.condition_embedder_anima import AnimaRotaryEmbedding
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if isinstance(child, Qwen3RotaryEmbedding):
@@ -210,3 +200,62 @@ def remake_buffers(module: nn.Module) -> None:
     tensors = (*module.named_parameters(), *module.named_buffers())
     lost = [name for name, tensor in tensors if tensor.device == torch.device("meta")]
     assert not lost, f"without values: {lost}"
+
+
+def refuse_adapter(file: TensorFile) -> None:
+    """Raises ModelError where a file given as a model is an adapter."""
+    if has_adapter_names(file):
+        raise ModelError(
+            f"{file.path} is an adapter (LoRA or alike), not a model",
+            code="MODEL-IS-ADAPTER",
+            subject=str(file.path),
+            evidence={"tensors": len(file), "first": next(iter(file))},
+            remedy="Give the base model here, and this file where adapters are asked for.",
+        )
+
+
+def require_role(file: TensorFile, role: str) -> None:
+    """Raises ModelError where a file is not the part that it was given as."""
+    refuse_adapter(file)
+    part = find_file_part(file, [ANIMA])
+    if part is not None and part.role == role:
+        return
+    titles = {one.role: one.title for one in ANIMA.parts if one.role}
+    if part is None:
+        remedy = "It is not a file of Anima, or is of a format not known here."
+    elif part.role:
+        remedy = f"Give it as {part.role}=, and the file with {titles[role]} as {role}=."
+    else:
+        remedy = "It belongs to a diffusers folder: give the whole folder instead."
+    raise ModelError(
+        f"{file.path} holds {part.title if part else 'something unknown'}; {titles[role]} was expected",
+        code="MODEL-WRONG-PART",
+        subject=str(file.path),
+        evidence={"tensors": len(file), "first": list(file)[:3]},
+        remedy=remedy,
+    )
+
+
+def make_ignored_tensor_notes(file: TensorFile, names: SortedKeys) -> list[Finding]:
+    """Notes on tensors that a file has and no component needs."""
+    found = (
+        (names.tolerated, "MODEL-BUFFERS-IGNORED", "buffers are stored; they are computed instead"),
+        (names.unused, "MODEL-HEAD-IGNORED", "is of the language model; a text encoder has no use for it"),
+    )
+    return [
+        Finding(Level.NOTE, code, str(file.path), f"{len(keys)} {what}", {"first": list(keys[:3])})
+        for keys, code, what in found
+        if keys
+    ]
+
+
+def make_published_settings_note(file: TensorFile, component: str) -> Finding:
+    """The note that a component's untold settings are Anima's published ones."""
+    return Finding(
+        Level.NOTE,
+        "MODEL-PUBLISHED-SETTINGS",
+        str(file.path),
+        f"it does not state the {component}'s {', '.join(PUBLISHED_ANIMA_SETTINGS[component])}: Anima's published "
+        "values are used",
+        dict(PUBLISHED_ANIMA_SETTINGS[component]),
+    )

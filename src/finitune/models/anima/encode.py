@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from finitune.files.tensorfile import compute_tensor_fingerprint, hash_tensor
-from finitune.models.anima.load import AnimaParts
+
+if TYPE_CHECKING:  # it makes these
+    from finitune.models.anima.load import AnimaParts
 
 TextLevel = Literal["context", "states", "tokens"]
 """How far a caption is encoded beforehand: all the way, up to the conditioner, or not at all."""
@@ -39,9 +41,9 @@ class AnimaEncoders:
     def of(cls, parts: AnimaParts, level: TextLevel, qwen3_tokens: int = 512, t5_tokens: int = 512) -> AnimaEncoders:
         """Encoders that state what makes their results what they are."""
         identity = {
-            "latents.vae": compute_module_fingerprint(parts.vae),
-            "texts.encoder": compute_module_fingerprint(parts.text_encoder),
-            "texts.conditioner": compute_module_fingerprint(parts.text_conditioner),
+            "latents.vae": compute_module_digest(parts.vae),
+            "texts.encoder": compute_module_digest(parts.text_encoder),
+            "texts.conditioner": compute_module_digest(parts.text_conditioner),
             "texts.level": level,
             "texts.tokens": f"{qwen3_tokens}, {t5_tokens}",
             "dtype": "fp32",
@@ -97,12 +99,6 @@ class AnimaEncoders:
             batch[name] = torch.stack([pad_with_zeros(text[name], length) for text in texts])
         return batch
 
-    def cut(self, caption: str) -> dict[str, int]:
-        """By tokenizer, how many tokens of a caption are beyond its limit; nothing for those where all fit."""
-        limits = (("qwen3", self.parts.tokenizer, self.qwen3_tokens), ("t5", self.parts.t5_tokenizer, self.t5_tokens))
-        counts = {name: len(tokenizer(caption).input_ids) - limit for name, tokenizer, limit in limits}
-        return {name: beyond for name, beyond in counts.items() if beyond > 0}
-
 
 @dataclass(frozen=True)
 class AnimaDenoiser:
@@ -152,6 +148,6 @@ def pad_with_zeros(tensor: Tensor, length: int) -> Tensor:
     return F.pad(tensor, [*[0, 0] * (tensor.ndim - 1), 0, length - tensor.shape[0]])
 
 
-def compute_module_fingerprint(module: nn.Module) -> str:
-    """The fingerprint of a module's tensors as they are in memory."""
+def compute_module_digest(module: nn.Module) -> str:
+    """The digest of a module's tensors as they are in memory."""
     return compute_tensor_fingerprint({name: hash_tensor(tensor) for name, tensor in module.state_dict().items()})

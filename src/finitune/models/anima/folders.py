@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from transformers import Qwen2Tokenizer, T5Tokenizer
+
 from finitune.errors import FileError
 from finitune.files.tensorfile import TensorFile
 from finitune.models.anima.configs import PUBLISHED_ANIMA_SETTINGS, ComponentConfig
@@ -94,8 +96,6 @@ def parse_component_config(path: Path, text: str) -> ComponentConfig:
 
 def load_tokenizers(folder: Path) -> dict[str, Any]:
     """Both tokenizers, from the subfolders tokenizer and t5_tokenizer; raises FileError."""
-    from transformers import Qwen2Tokenizer, T5Tokenizer
-
     tokenizers: dict[str, Any] = {}
     for name, cls in zip(ANIMA_TOKENIZERS, (Qwen2Tokenizer, T5Tokenizer), strict=True):
         place = require_subfolder(folder, name)

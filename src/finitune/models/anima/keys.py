@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from finitune.files.keymap import KeyMap, TemplatePair, expand_templates, pair_same_words
+from finitune.models.spec import FilePart
 
 _DIT_ATTENTIONS = (("self_attn", "attn1"), ("cross_attn", "attn2"))
 _DIT_SUBLAYERS = (("self_attn", "norm1"), ("cross_attn", "norm2"), ("mlp", "norm3"))
@@ -101,12 +102,6 @@ _TOLERATED_BUFFER_PATTERN = re.compile(r"(.+\.)?(pos_embedder\.(seq|dim_spatial_
 _UNUSED_HEAD_KEYS = ("lm_head.weight",)
 """What a language model has and a text encoder has not."""
 
-_ADAPTER_ONLY_KEY_PATTERN = re.compile(
-    r"(.*\.)?(lora_(down|up|mid|A|B)(\.[^.]+)*\.weight|lora_[AB](\..+)?|hada_w[12]_[ab]|lokr_w[12](_[ab])?"
-    r"|dora_scale|lora_magnitude_vector(\..+)?|oft_(blocks|diag|R\..+))"
-)
-"""Names that only adapters have: LoRA, LoHa, LoKr, DoRA, OFT."""
-
 _VAE_RESIDUAL_LAYERS = (
     ("residual.0.gamma", "norm1.gamma"),
     ("residual.2.weight", "conv1.weight"),
@@ -183,7 +178,7 @@ class SortedKeys:
     names: Mapping[str, Mapping[str, str]]
     unknown: tuple[str, ...] = ()
     tolerated: tuple[str, ...] = ()
-    unused: tuple[str, ...] = field(default=())
+    unused: tuple[str, ...] = ()
 
 
 def find_landmark_prefix(names: Iterable[str], prefixes: tuple[str, ...], landmark: str) -> str:
@@ -241,24 +236,15 @@ def sort_plain(component: str, names: Iterable[str]) -> SortedKeys:
     return SortedKeys({component: {name: name for name in names if name not in tolerated}}, (), tolerated)
 
 
-_LANDMARK_PATTERNS = (
-    (
+ANIMA_FILE_PARTS = (
+    FilePart(
         "the denoiser of Anima",
-        re.compile(r"(net\.|model\.diffusion_model\.|diffusion_model\.)?x_embedder\.proj\.1\.weight"),
+        "transformer",
+        r"(net\.|model\.diffusion_model\.|diffusion_model\.)?x_embedder\.proj\.1\.weight",
+        "dit",
     ),
-    ("a denoiser in diffusers' naming", re.compile(r"transformer_blocks\.0\.attn1\.to_q\.weight")),
-    ("the VAE", re.compile(r"decoder\.(conv1|conv_in)\.weight")),
-    ("the text encoder", re.compile(r"(model\.)?layers\.0\.self_attn\.q_norm\.weight")),
-    ("a text conditioner alone", re.compile(r"(llm_adapter\.)?blocks\.0\.norm_cross_attn\.weight")),
+    FilePart("a denoiser in diffusers' naming", "transformer", r"transformer_blocks\.0\.attn1\.to_q\.weight"),
+    FilePart("the VAE", "vae", r"decoder\.(conv1|conv_in)\.weight", "vae"),
+    FilePart("the text encoder", "text_encoder", r"(model\.)?layers\.0\.self_attn\.q_norm\.weight", "qwen3"),
+    FilePart("a text conditioner alone", "text_conditioner", r"(llm_adapter\.)?blocks\.0\.norm_cross_attn\.weight"),
 )
-
-
-def recognise_anima_file(names: Iterable[str]) -> str:
-    """What a file holds, in words: "an adapter", one of LANDMARKS, or "something unknown"."""
-    names = list(names)
-    if any(_ADAPTER_ONLY_KEY_PATTERN.fullmatch(name) for name in names):
-        return "an adapter"
-    for what, landmark in _LANDMARK_PATTERNS:
-        if any(landmark.fullmatch(name) for name in names):
-            return what
-    return "something unknown"

@@ -1,31 +1,51 @@
-"""Anima from files to modules: a diffusers folder, or the three files that other programs use.
+"""Anima in memory: from files to modules, and all that a LoadedModel is asked for.
 
-The order of work: headers first, then the modules on the meta device (shapes without memory), then the accounts of
-keys in both directions, and only then the tensors, one by one, each hashed, checked for NaN and inf, cast and put in
-its place. Nothing is fetched from a hub.
+A model comes from a diffusers folder, or from the three files that other programs use. The order of work: headers
+first, then the modules on the meta device (shapes without memory), then the accounts of keys in both directions, and
+only then the tensors, one by one, each hashed, checked for NaN and inf, cast and put in its place. Nothing is fetched
+from a hub.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
-from finitune.errors import ModelError
+import torch
+from diffusers import (
+    AnimaAutoBlocks,
+    AnimaModularPipeline,
+    AnimaTextConditioner,
+    AutoencoderKLQwenImage,
+    ClassifierFreeGuidance,
+    CosmosTransformer3DModel,
+    FlowMatchEulerDiscreteScheduler,
+)
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase, Qwen3Model
+
+from finitune.errors import ModelError, UsageError
 from finitune.files.tensorfile import TensorFile, compute_tensor_fingerprint, hash_tensor
+from finitune.models.anima import ANIMA
+from finitune.models.anima.attention import apply_attention_function
 from finitune.models.anima.components import (
     ComponentSource,
     build_anima_component,
     load_component_tensors,
+    make_ignored_tensor_notes,
+    make_published_settings_note,
+    refuse_adapter,
     remake_buffers,
     require_component_tensors,
     require_fitting_components,
+    require_role,
 )
 from finitune.models.anima.configs import CONFIG_READER_BY_COMPONENT, PUBLISHED_ANIMA_SETTINGS, ComponentConfig
+from finitune.models.anima.encode import AnimaDenoiser, AnimaEncoders, TextLevel
 from finitune.models.anima.folders import (
-    ANIMA_CONFIG_METADATA_KEY,
     ANIMA_MODULES,
     ANIMA_TOKENIZERS,
     find_component_checkpoint,
@@ -34,48 +54,40 @@ from finitune.models.anima.folders import (
     read_component_settings,
     require_subfolder,
 )
-from finitune.models.anima.keys import (
-    ANIMA_CONDITIONER_KEYS,
-    ANIMA_DENOISER_PREFIXES,
-    ANIMA_TRANSFORMER_KEYS,
-    SortedKeys,
-    build_vae_keymap,
-    infer_vae_layout,
-    recognise_anima_file,
-    sort_dit,
-    sort_plain,
-    sort_text_encoder,
-    sort_vae,
-)
+from finitune.models.anima.keys import SortedKeys, sort_dit, sort_plain, sort_text_encoder, sort_vae
+from finitune.models.loaded import AttentionFunction, LoadedModel, ModelModule
+from finitune.models.spec import find_file_part
 from finitune.report import Finding, Level
-
-if TYPE_CHECKING:
-    import torch
-    from diffusers import (
-        AnimaModularPipeline,
-        AnimaTextConditioner,
-        AutoencoderKLQwenImage,
-        CosmosTransformer3DModel,
-        FlowMatchEulerDiscreteScheduler,
-    )
-    from torch import Tensor
-    from transformers import PreTrainedTokenizerBase, Qwen3Model
 
 DtypeSelector = Callable[[str], "torch.dtype | None"]
 """From "component.parameter", as in "transformer.proj_out.weight", to the dtype to hold it in; None: as stored."""
 
-_FILE_NAME_BY_ROLE = {"dit": "anima.safetensors", "qwen3": "qwen3.safetensors", "vae": "vae.safetensors"}
-_EXPECTED_CONTENT_BY_ROLE = {"dit": "the denoiser of Anima", "qwen3": "the text encoder", "vae": "the VAE"}
 KEY_SORTER_BY_ROLE: dict[str, Callable[..., SortedKeys]] = {
     "dit": sort_dit,
     "qwen3": sort_text_encoder,
     "vae": sort_vae,
 }
+_SHIPPED_FILE_NAMES = {"qwen3": "qwen_3_06b_base.safetensors", "vae": "qwen_image_vae.safetensors"}
+"""As the model's release calls the files beside the denoiser's."""
 
 
 @dataclass
-class AnimaParts:
-    """All of Anima in memory; `fingerprint` is of the stored tensors, the same in whichever layout they lie."""
+class AnimaParts(LoadedModel):
+    """All of Anima in memory."""
+
+    family = ANIMA
+    modules = (
+        ModelModule("text_encoder"),
+        ModelModule("text_conditioner", attends=True),
+        ModelModule("transformer", border="fp32", attends=True),
+        ModelModule("vae", border="fp32", decoder="decoder"),
+    )
+    denoiser = "transformer"
+    pipelines = ("AnimaModularPipeline",)
+    tokenizers: ClassVar = {
+        "qwen3": ("tokenizer", "qwen3_max_token_length"),
+        "t5": ("t5_tokenizer", "t5_max_token_length"),
+    }
 
     transformer: CosmosTransformer3DModel
     text_conditioner: AnimaTextConditioner
@@ -86,6 +98,102 @@ class AnimaParts:
     scheduler: FlowMatchEulerDiscreteScheduler
     fingerprint: str
     notes: list[Finding] = field(default_factory=list)
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        if path.is_dir():
+            return (path / "text_conditioner").is_dir()
+        part = find_file_part(TensorFile(path), [ANIMA])
+        return part is not None and bool(part.role)
+
+    @classmethod
+    def open(cls, path: Path, files: Mapping[str, Path]) -> AnimaParts:
+        if path.is_dir():
+            return load_folder(path)
+        refuse_missing_files(path, files)
+        return load_three_files(
+            dit=path, qwen3=files["qwen3"], vae=files["vae"], tokenizers=files.get("tokenizers", path.parent)
+        )
+
+    @classmethod
+    def of_pipeline(cls, pipe: Any) -> AnimaParts:
+        return extract_pipeline_parts(pipe)
+
+    @classmethod
+    def build_on_meta(cls, path: Path, files: Mapping[str, Path], names: Sequence[str]) -> dict[str, nn.Module]:
+        if path.is_dir():
+            settings = {name: read_anima_config_file(path / name / "config.json") for name in names}
+        else:
+            refuse_missing_files(path, files)
+            settings = infer_component_settings({"dit": path, "qwen3": files["qwen3"], "vae": files["vae"]})
+        return {name: build_anima_component(name, settings[name]) for name in names if name in settings}
+
+    @classmethod
+    def load_tokenizers(cls, folder: Path) -> dict[str, Any]:
+        return load_tokenizers(folder) if (folder / ANIMA_TOKENIZERS[0]).is_dir() else {}
+
+    @torch.no_grad()
+    def draw(
+        self,
+        prompts: list[str],
+        negatives: list[str],
+        generators: list[torch.Generator],
+        *,
+        steps: int,
+        guidance: float,
+        size: tuple[int, int],
+    ) -> tuple[Tensor, Tensor]:
+        pipe: Any = build_anima_pipeline(self)
+        silence_progress_bars(pipe._blocks)
+        pipe.update_components(guider=ClassifierFreeGuidance(guidance_scale=guidance))
+        state = pipe(
+            prompt=prompts,
+            negative_prompt=negatives,
+            num_inference_steps=steps,
+            width=size[0],
+            height=size[1],
+            generator=generators,
+            output_type="pt",
+        )
+        return state.get("latents").float(), state.get("images").float()
+
+    def count_denoiser_calls(self, steps: int, guidance: float) -> int:
+        guider: Any = ClassifierFreeGuidance(guidance_scale=guidance)
+        return steps * guider.num_conditions
+
+    def unscale_latents(self, latents: Tensor) -> Tensor:
+        config: Any = self.vae.config
+        mean, std = (torch.tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
+        return latents * std.to(latents) + mean.to(latents)
+
+    def make_encoders(self, trained: Collection[str], limits: Mapping[str, int]) -> AnimaEncoders:
+        level: TextLevel = "context"
+        if "text_encoder" in trained:
+            level = "tokens"
+        elif "text_conditioner" in trained:
+            level = "states"
+        return AnimaEncoders.of(self, level, limits["qwen3"], limits["t5"])
+
+    def make_denoiser(self, modules: Mapping[str, nn.Module]) -> AnimaDenoiser:
+        return AnimaDenoiser(modules["transformer"], modules["text_conditioner"], modules["text_encoder"])
+
+    def put_into_pipeline(self, pipe: Any) -> None:
+        pipe.update_components(**self.named_modules())
+
+    def apply_attention(self, root: nn.Module, attention: AttentionFunction) -> AbstractContextManager[Any]:
+        return apply_attention_function(root, attention)
+
+    def check_conditioning(self) -> Iterator[Finding]:
+        scheduler, vae = map(dict[str, Any], (self.scheduler.config, self.vae.config))
+        shift = scheduler.get("shift")
+        if shift != PUBLISHED_ANIMA_SETTINGS["scheduler"]["shift"]:
+            message = f"the scheduler's shift is {shift}; Anima's is 3"
+            yield Finding(Level.WARNING, "SCHEDULER-SHIFT", "scheduler", message, remedy="Set shift = 3.0.")
+        channels, deviations = vae["z_dim"], vae["latents_std"]
+        if len(deviations) != channels or min(deviations) <= 0:
+            message = f"latents_std does not give {channels} positive numbers"
+            remedy = "Use the VAE that belongs to this model."
+            yield Finding(Level.ERROR, "LATENTS-SCALING", "vae", message, remedy=remedy)
 
 
 def load_folder(path: str | Path, dtype_of: DtypeSelector | None = None) -> AnimaParts:
@@ -153,8 +261,6 @@ def assemble_anima_parts(
     notes: list[Finding],
 ) -> AnimaParts:
     """Build, account for, fill and join all parts."""
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
     modules: dict[str, Any] = {name: build_anima_component(name, configs[name]) for name in ANIMA_MODULES}
     for name in ANIMA_MODULES:
         require_component_tensors(name, modules[name], sources[name])
@@ -174,10 +280,35 @@ def assemble_anima_parts(
     )
 
 
+def refuse_missing_files(path: Path, files: Mapping[str, Path]) -> None:
+    """Raise UsageError (MODEL-FILES-MISSING) where the denoiser's file is given without the others."""
+    missing = [role for role in ("qwen3", "vae") if role not in files]
+    if missing:
+        require_role(TensorFile(path), "dit")
+        raise UsageError(
+            f"{path.name} is one file of three: {' and '.join(f'--{role}' for role in missing)} missing",
+            code="MODEL-FILES-MISSING",
+            subject=str(path),
+            evidence={"missing": missing},
+            remedy=f"finitune ... {path.name} "
+            + " ".join(f"--{role} {name}" for role, name in _SHIPPED_FILE_NAMES.items()),
+        )
+
+
+def infer_component_settings(files: Mapping[str, Path]) -> dict[str, ComponentConfig]:
+    """The settings of all components, by the headers of the three files, of which each is looked at."""
+    settings: dict[str, ComponentConfig] = {}
+    for role, path in files.items():
+        file = TensorFile(path)
+        require_role(file, role)
+        for name, key_of in KEY_SORTER_BY_ROLE[role](file).names.items():
+            shapes = {new: file.entries[old].shape for new, old in key_of.items()}
+            settings[name] = CONFIG_READER_BY_COMPONENT[name](shapes, PUBLISHED_ANIMA_SETTINGS[name])
+    return settings
+
+
 def build_anima_pipeline(parts: AnimaParts) -> AnimaModularPipeline:
     """A diffusers AnimaModularPipeline of these parts with classifier-free guidance at 4, ready to be called."""
-    from diffusers import AnimaAutoBlocks, ClassifierFreeGuidance
-
     joined: Any = AnimaAutoBlocks().init_pipeline()
     names = (*ANIMA_MODULES, *ANIMA_TOKENIZERS, "scheduler")
     joined.update_components(
@@ -208,141 +339,9 @@ def extract_pipeline_parts(pipe: AnimaModularPipeline) -> AnimaParts:
     return AnimaParts(**components, fingerprint=compute_tensor_fingerprint(hashes))
 
 
-def save_three_files(parts: AnimaParts, folder: str | Path, dtype: torch.dtype | None = None) -> dict[str, Path]:
-    """Write the denoiser with its adapter, Qwen3 and the VAE under their original names, and both tokenizers.
-
-    Tensors are stored as `dtype`, bfloat16 by default. What no header tells is put in the metadata. Returns the
-    arguments of `load_three_files`. Raises NumericsError, before anything is written, where a tensor is not finite.
-    """
-    import torch
-
-    from finitune.files.writer import save_tensors, write_bytes
-    from finitune.models.anima.components import require_finite
-
-    dtype = dtype or torch.bfloat16
-    folder = Path(folder)
-    files = {role: dict(list_original_tensors(parts, role)) for role in _FILE_NAME_BY_ROLE}
-    for role, tensors in files.items():
-        files[role] = {name: tensor.detach().to(dtype) for name, tensor in tensors.items()}
-        require_finite(folder / _FILE_NAME_BY_ROLE[role], files[role])
-    for role, tensors in files.items():
-        stated = {
-            ANIMA_CONFIG_METADATA_KEY: json.dumps(collect_hidden_settings(parts, role), sort_keys=True),
-            "format": "pt",
-        }
-        save_tensors(folder / _FILE_NAME_BY_ROLE[role], tensors, stated)
-    for name, content in serialise_tokenizers(parts):
-        write_bytes(folder / name, content)
-    return {role: folder / name for role, name in _FILE_NAME_BY_ROLE.items()} | {"tokenizers": folder}
-
-
-def list_original_tensors(parts: AnimaParts, role: str) -> Iterator[tuple[str, Tensor]]:
-    """(original name, tensor) of what one of the three files holds."""
-    if role == "dit":
-        for part, keymap in (
-            (parts.transformer, ANIMA_TRANSFORMER_KEYS),
-            (parts.text_conditioner, ANIMA_CONDITIONER_KEYS),
-        ):
-            for name, tensor in part.state_dict().items():
-                yield ANIMA_DENOISER_PREFIXES[0] + require_original_name(keymap.backward(name), name), tensor
-    elif role == "qwen3":
-        for name, tensor in parts.text_encoder.state_dict().items():
-            yield "model." + name, tensor
-    else:
-        state = parts.vae.state_dict()
-        keymap = build_vae_keymap(*infer_vae_layout(state))
-        for name, tensor in state.items():
-            yield require_original_name(keymap.backward(name), name), tensor
-
-
-def require_original_name(original: str | None, name: str) -> str:
-    """The original name; raises ModelError where the original has no such tensor."""
-    if original is None:
-        raise ModelError(
-            f"{name} has no name in Anima's original files",
-            code="MODEL-KEYS-UNEXPECTED",
-            subject=name,
-            remedy="Detach adapters and other additions first; only Anima itself can be written in this layout.",
-        )
-    return original
-
-
-def collect_hidden_settings(parts: AnimaParts, role: str) -> dict[str, ComponentConfig]:
-    """By component, the settings in one of the three files that its header does not tell."""
-    components = {"dit": ("transformer", "text_conditioner", "scheduler"), "qwen3": ("text_encoder",), "vae": ("vae",)}
-    stated: dict[str, ComponentConfig] = {}
-    for name in components[role]:
-        config = getattr(parts, name).config
-        config = config if isinstance(config, dict) else config.to_dict()
-        stated[name] = {key: config[key] for key in PUBLISHED_ANIMA_SETTINGS[name]}
-    return stated
-
-
-def serialise_tokenizers(parts: AnimaParts) -> Iterator[tuple[str, bytes]]:
-    """(relative name, content) of every file that both tokenizers are saved in."""
-    from tempfile import TemporaryDirectory
-
-    for name in ANIMA_TOKENIZERS:
-        with TemporaryDirectory() as place:
-            getattr(parts, name).save_pretrained(place)
-            for file in sorted(Path(place).iterdir()):
-                yield f"{name}/{file.name}", file.read_bytes()
-
-
-def refuse_adapter(file: TensorFile) -> None:
-    """Raises ModelError where a file given as a model is an adapter."""
-    if recognise_anima_file(file) == "an adapter":
-        raise ModelError(
-            f"{file.path} is an adapter (LoRA or alike), not a model",
-            code="MODEL-IS-ADAPTER",
-            subject=str(file.path),
-            evidence={"tensors": len(file), "first": next(iter(file))},
-            remedy="Give the base model here, and this file where adapters are asked for.",
-        )
-
-
-def require_role(file: TensorFile, role: str) -> None:
-    """Raises ModelError where a file is not the part that it was given as."""
-    refuse_adapter(file)
-    what = recognise_anima_file(file)
-    if what == _EXPECTED_CONTENT_BY_ROLE[role]:
-        return
-    right = next((other for other, expected in _EXPECTED_CONTENT_BY_ROLE.items() if expected == what), None)
-    if right:
-        remedy = f"Give it as {right}=, and the file with {_EXPECTED_CONTENT_BY_ROLE[role]} as {role}=."
-    elif "diffusers" in what or "alone" in what:
-        remedy = "It belongs to a diffusers folder: give the whole folder instead."
-    else:
-        remedy = "It is not a file of Anima, or is of a format not known here."
-    raise ModelError(
-        f"{file.path} holds {what}; {_EXPECTED_CONTENT_BY_ROLE[role]} was expected",
-        code="MODEL-WRONG-PART",
-        subject=str(file.path),
-        evidence={"tensors": len(file), "first": list(file)[:3]},
-        remedy=remedy,
-    )
-
-
-def make_ignored_tensor_notes(file: TensorFile, names: SortedKeys) -> list[Finding]:
-    """Notes on tensors that a file has and no component needs."""
-    found = (
-        (names.tolerated, "MODEL-BUFFERS-IGNORED", "buffers are stored; they are computed instead"),
-        (names.unused, "MODEL-HEAD-IGNORED", "is of the language model; a text encoder has no use for it"),
-    )
-    return [
-        Finding(Level.NOTE, code, str(file.path), f"{len(keys)} {what}", {"first": list(keys[:3])})
-        for keys, code, what in found
-        if keys
-    ]
-
-
-def make_published_settings_note(file: TensorFile, component: str) -> Finding:
-    """The note that a component's untold settings are Anima's published ones."""
-    return Finding(
-        Level.NOTE,
-        "MODEL-PUBLISHED-SETTINGS",
-        str(file.path),
-        f"it does not state the {component}'s {', '.join(PUBLISHED_ANIMA_SETTINGS[component])}: Anima's published "
-        "values are used",
-        dict(PUBLISHED_ANIMA_SETTINGS[component]),
-    )
+def silence_progress_bars(block: Any) -> None:
+    """Turn off a pipeline's own progress bars, in whichever of its blocks they lie."""
+    if hasattr(block, "set_progress_bar_config"):
+        block.set_progress_bar_config(disable=True)
+    for inner in getattr(block, "sub_blocks", {}).values():
+        silence_progress_bars(inner)

@@ -68,5 +68,7 @@ ANIMA_SITES = AdapterSites(
     },
     depths={"transformer_blocks.{i}": 28},
     trained={"transformer": r".*", "text_conditioner": r"blocks\..*", "text_encoder": r"layers\..*"},
+    switches={"text_conditioner": "train_llm_adapter", "text_encoder": "train_text_encoder"},
+    rates={"text_conditioner": "llm_adapter_lr", "text_encoder": "text_encoder_lr"},
     untrained=r".*(_modulation|_norm|_embedder|final_layer).*",  # sd-scripts, networks/lora_anima.py
 )

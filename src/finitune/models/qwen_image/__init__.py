@@ -4,7 +4,7 @@ Sources: diffusers `transformer_qwenimage.py`; the text encoder has no adapters 
 """
 
 from finitune.models.sites import AdapterSites, ComponentSites, Hallmark
-from finitune.models.spec import ModelSpec
+from finitune.models.spec import Fp16Hazard, ModelSpec
 
 _BLOCK = "transformer_blocks.{i}"
 _STREAM_LINEARS = ("{stream}_mod.1", "{stream}_mlp.net.0.proj", "{stream}_mlp.net.2")
@@ -50,6 +50,9 @@ QWEN_IMAGE = ModelSpec(
         depths={_BLOCK: 60},
     ),
     title="Qwen-Image",
+    fp16=Fp16Hazard(
+        True,
+        "its residual stream reaches about 2e7: NaN, and a black picture",
+        "ComfyUI issues #10751 and #10668",
+    ),
 )
-
-__all__ = ["QWEN_IMAGE"]

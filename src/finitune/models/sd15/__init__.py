@@ -2,7 +2,7 @@
 
 from finitune.models.clip import make_clip_l_component, make_query_width_hallmark
 from finitune.models.sites import AdapterSites
-from finitune.models.spec import ModelSpec
+from finitune.models.spec import Fp16Hazard, ModelSpec
 from finitune.models.unet import SD_LEVELS, make_text_width_hallmarks, make_unet_component
 
 SD15 = ModelSpec(
@@ -23,6 +23,7 @@ SD15 = ModelSpec(
         prediction_type="epsilon",
     ),
     title="Stable Diffusion 1.5",
+    fp16=Fp16Hazard(
+        False, "it was trained and released in fp16; a VAE can still overflow on bright pictures", "its release"
+    ),
 )
-
-__all__ = ["SD15"]

@@ -2,7 +2,7 @@
 
 from finitune.models.clip import make_open_clip_component, make_query_width_hallmark
 from finitune.models.sites import AdapterSites
-from finitune.models.spec import ModelSpec
+from finitune.models.spec import Fp16Hazard, ModelSpec
 from finitune.models.unet import SD_LEVELS, make_text_width_hallmarks, make_unet_component
 
 SD2 = ModelSpec(
@@ -24,6 +24,9 @@ SD2 = ModelSpec(
         prediction_type="v",
     ),
     title="Stable Diffusion 2",
+    fp16=Fp16Hazard(
+        True,
+        "attention logits overflow where they are made in fp16; fused attention does not make them",
+        "diffusers issue #1614",
+    ),
 )
-
-__all__ = ["SD2"]

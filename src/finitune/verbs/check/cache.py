@@ -20,7 +20,6 @@ from finitune.datasets.cache import (
 from finitune.errors import FileError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import is_abandoned_file
-from finitune.models.anima.encode import AnimaEncoders
 from finitune.progress import Progress
 from finitune.report import Level, Report, Table
 from finitune.verbs.check.request import BACKUP_SUFFIX, FileFix, Request
@@ -177,9 +176,8 @@ def report_abandoned_files(path: Path, request: Request, report: Report) -> None
 def report_stale_entries(entries: list[CheckedCacheEntry], model: str, report: Report) -> None:
     """A warning for the entries that another model's encoders made; raises FileError, ModelError of the model."""
     parts = load_model(ModelChoice(model=model))
-    for module in (parts.vae, parts.text_encoder, parts.text_conditioner):
-        module.float()  # as a training holds them
-    encoders = AnimaEncoders.of(parts, "context")
+    parts.prepare_for_encoding()
+    encoders = parts.make_encoders((), dict.fromkeys(parts.tokenizers, 1))  # no limit is part of what is compared
     caches = EncoderCaches.beside(Path(), encoders)
     now = {cache.kind: cache.identity for cache in (caches.latents, caches.texts)}
     choices = {"level", "tokens"}  # of the configuration, not of the model

@@ -10,23 +10,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
-
-from torch import nn
 
 from finitune.adapters.lokr import split_dimension
 from finitune.config.conflicts import NO_EFFECT_CODE, find_config_conflicts
 from finitune.config.lycoris import check_lycoris_preset, collect_lycoris_options, find_lycoris_faults
 from finitune.config.schema import TrainConfig
-from finitune.errors import FileError, FinituneError, UsageError
-from finitune.files.tensorfile import TensorFile
+from finitune.errors import FileError, FinituneError
 from finitune.importers.recognise import is_file
-from finitune.models.anima import ANIMA
-from finitune.models.anima.components import build_anima_component
-from finitune.models.anima.configs import CONFIG_READER_BY_COMPONENT, PUBLISHED_ANIMA_SETTINGS, ComponentConfig
-from finitune.models.anima.folders import read_anima_config_file
-from finitune.models.anima.load import KEY_SORTER_BY_ROLE, require_role
+from finitune.models import SHIPPED_MODELS
+from finitune.models.loaded import find_loaded_class
 from finitune.models.spec import ModelSpec
 from finitune.namings.resolve import Resolver
 from finitune.progress import Progress
@@ -38,15 +30,13 @@ from finitune.verbs.check.config_file import open_checked_config
 from finitune.verbs.check.dataset import check_training_pictures
 from finitune.verbs.check.request import UNNAMED_PLACEHOLDER, Request, sort_findings_by_level
 from finitune.verbs.shared.model import (
-    SHIPPED_MODELS,
-    ModelChoice,
     get_default_picture_size,
     resolve_model_path,
 )
 from finitune.verbs.train import EFFECTIVE_CONFIG_NAME, RUN_PAGE_NAME
 from finitune.verbs.train.checks import check_train_options, explain_model_errors
 from finitune.verbs.train.export import build_preview_settings
-from finitune.verbs.train.prepare import build_model_choice, select_adapted_components
+from finitune.verbs.train.prepare import build_model_choice, list_adapted_components
 
 _NO_DATASET_CODES = ("CONFIG-NO-DATASETS", "DATASET-FOLDER-MISSING")
 """Where one of these is told, it is no news that there are no pictures."""
@@ -138,15 +128,21 @@ def check_sites(preset: Path | None, config: TrainConfig, request: Request, repo
     if request.model and (request.model in SHIPPED_MODELS or Path(request.model).exists()):
         choice = replace(choice, model=request.model)
     with explain_model_errors(choice):
-        roots = build_meta_components(choice, config)
-    sites = choose_sites(roots, ANIMA, config.network)
+        path = resolve_model_path(choice.model)
+        if not path.exists():
+            message = f"{choice.model}: no such model, folder or file"
+            raise FileError(message, code="MODEL-NOT-FOUND", subject=choice.model)
+        loaded = find_loaded_class(path)
+        family = loaded.family
+        roots = loaded.build_on_meta(path, choice.files, list_adapted_components(family, config))
+    sites = choose_sites(roots, family, config.network)
     report.findings.extend(sites.findings)
     report.tables.append(sites.table())
     report.figures["sites"] = len(sites.chosen)
     check_kernel_options(config, sites, report)
     check_lokr_factor(config, sites, report)
     if preset is not None:
-        report.findings += check_lycoris_preset(preset, list_adaptable_names(sites, ANIMA))
+        report.findings += check_lycoris_preset(preset, list_adaptable_names(sites, family), family)
 
 
 def list_adaptable_names(sites: SiteSelection, family: ModelSpec) -> list[str]:
@@ -154,37 +150,6 @@ def list_adaptable_names(sites: SiteSelection, family: ModelSpec) -> list[str]:
     resolver = Resolver.of_model(family)
     others = (site.partition(".") for site in sites.left_out)
     return [one.original for one in sites.chosen] + [resolver.native_name(c, name) or name for c, _, name in others]
-
-
-def build_meta_components(choice: ModelChoice, config: TrainConfig) -> dict[str, nn.Module]:
-    """The components that a configuration adapts, on the meta device: by the settings of a folder, or by headers."""
-    path = resolve_model_path(choice.model)
-    known = {name: name for name in ("transformer", "text_conditioner", "text_encoder")}
-    names = select_adapted_components(cast("Any", SimpleNamespace(**known)), config)
-    if not path.exists():
-        raise FileError(f"{choice.model}: no such model, folder or file", code="MODEL-NOT-FOUND", subject=choice.model)
-    if path.is_dir():
-        return {
-            name: build_anima_component(name, read_anima_config_file(path / name / "config.json")) for name in names
-        }
-    settings = infer_component_settings(choice)
-    return {name: build_anima_component(name, settings[name]) for name in names if name in settings}
-
-
-def infer_component_settings(choice: ModelChoice) -> dict[str, ComponentConfig]:
-    """The settings of the components in the files of a model, by the shapes in their headers; each is looked at."""
-    files = {"dit": Path(choice.model), "qwen3": choice.qwen3, "vae": choice.vae}
-    settings: dict[str, ComponentConfig] = {}
-    for role, path in files.items():
-        if path is None:
-            message = f"{choice.model} is one file of three: {role} is missing"
-            raise UsageError(message, code="MODEL-FILES-MISSING", subject=choice.model)
-        file = TensorFile(path)
-        require_role(file, role)
-        for name, key_of in KEY_SORTER_BY_ROLE[role](file).names.items():
-            shapes = {new: file.entries[old].shape for new, old in key_of.items()}
-            settings[name] = CONFIG_READER_BY_COMPONENT[name](shapes, PUBLISHED_ANIMA_SETTINGS[name])
-    return settings
 
 
 def check_kernel_options(config: TrainConfig, sites: SiteSelection, report: Report) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from finitune.config.datasets import parse_numbered_folder, resolve_datasets
 from finitune.config.read import validate_config
@@ -49,9 +48,7 @@ from finitune.datasets.picture_files import WRONG_EXTENSION_NOTE
 from finitune.datasets.picture_formats import find_matching_name, rename_to_format
 from finitune.errors import FinituneError
 from finitune.importers.kohya_folders import build_subset_options, scan_kohya_folder
-from finitune.models.anima.encode import AnimaEncoders
-from finitune.models.anima.folders import load_tokenizers
-from finitune.models.anima.load import AnimaParts
+from finitune.models.loaded import find_loaded_class
 from finitune.progress import Progress
 from finitune.report import Finding, Level, Report, Table, summarize_names
 from finitune.verbs.check.config_file import open_checked_config
@@ -255,35 +252,34 @@ def make_overflow_measure(config: TrainConfig, request: Request, report: Report)
     name = request.model or config.model.pretrained_model_name_or_path
     place = resolve_model_path(name)
     folder = config.model.tokenizers or (place if place.is_dir() else place.parent)
-    if not (folder / "tokenizer").is_dir():
-        return None
+    loaded = find_loaded_class(place)
     try:
-        tokenizers = load_tokenizers(folder)
+        tokenizers = loaded.load_tokenizers(folder)
     except FinituneError as error:
         report.findings.append(Finding.of(error))
         return None
+    if not tokenizers:
+        return None
     for tokenizer in tokenizers.values():
         tokenizer.model_max_length = sys.maxsize  # longer captions are what is looked for
-    training = config.training
-    limits = training.qwen3_max_token_length, training.t5_max_token_length
-    parts = cast("AnimaParts", SimpleNamespace(**tokenizers))
-    return partial(measure_caption_overflow, AnimaEncoders(parts, {}, "context", *limits))
+    limits = {
+        name: (tokenizers[component], getattr(config.training, option))
+        for name, (component, option) in loaded.tokenizers.items()
+    }
+    return partial(measure_caption_overflow, limits)
 
 
-def measure_caption_overflow(encoders: Any, caption: str) -> dict[str, tuple[int, str]]:
+def measure_caption_overflow(limits: Mapping[str, tuple[Any, int]], caption: str) -> dict[str, tuple[int, str]]:
     """By tokenizer, the tokens of a caption beyond its limit and the text that is lost.
 
     Of plain letters a token is at least one: short captions need not be divided.
     """
-    if caption.isascii() and len(caption) + 2 <= min(encoders.qwen3_tokens, encoders.t5_tokens):
+    if caption.isascii() and len(caption) + 2 <= min(limit for _, limit in limits.values()):
         return {}
-    of = {
-        "qwen3": (encoders.parts.tokenizer, encoders.qwen3_tokens),
-        "t5": (encoders.parts.t5_tokenizer, encoders.t5_tokens),
-    }
     found: dict[str, tuple[int, str]] = {}
-    for name, beyond in encoders.cut(caption).items():
-        tokenizer, limit = of[name]
-        kept = tokenizer(caption, max_length=limit, truncation=True, return_offsets_mapping=True)["offset_mapping"]
-        found[name] = beyond, caption[max((end for _, end in kept), default=0) :]
+    for name, (tokenizer, limit) in limits.items():
+        beyond = len(tokenizer(caption).input_ids) - limit
+        if beyond > 0:
+            kept = tokenizer(caption, max_length=limit, truncation=True, return_offsets_mapping=True)["offset_mapping"]
+            found[name] = beyond, caption[max((end for _, end in kept), default=0) :]
     return found

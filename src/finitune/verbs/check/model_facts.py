@@ -17,8 +17,7 @@ from finitune.files.tensorfile import TensorFile
 from finitune.merging.base_model import DENOISER_PREFIXES, MergeBase, score_family_match
 from finitune.merging.merge_plan import FOREIGN_FP8_SCALE_SUFFIXES, FP8_SCALE_SUFFIXES
 from finitune.models import MODEL_FAMILIES
-from finitune.models.anima.keys import recognise_anima_file
-from finitune.models.spec import ModelSpec
+from finitune.models.spec import ModelSpec, find_file_part, has_adapter_names
 from finitune.report import Level, Report
 
 _DTYPE_BY_PRECISION_WORD = {
@@ -40,14 +39,6 @@ _MIN_DECLARED_SHARE = 0.5
 
 _FP8_SCALE_MARKS = ("scaled_fp8",)
 """ComfyUI's mark in a checkpoint whose 8-bit weights have scales."""
-
-_PARTS_BY_FOLDER = {
-    "vae": ("the VAE",),
-    "transformer": ("the denoiser of Anima", "a denoiser in diffusers' naming"),
-    "text_encoder": ("the text encoder",),
-    "text_conditioner": ("a text conditioner alone",),
-}
-"""What a folder or a file that is called so holds, in the words of `models.anima.keys.recognise`."""
 
 
 def report_model_header(opened: MergeBase, report: Report) -> None:
@@ -102,8 +93,9 @@ def describe_held_part(opened: MergeBase) -> str:
     """Which part of a model a single file is, in words; "" where that is not known."""
     if opened.is_folder:
         return ""
-    held = recognise_anima_file(opened.files[""])
-    return "" if held.startswith("something") else held
+    names = opened.files[""]
+    part = find_file_part(names, MODEL_FAMILIES)
+    return "an adapter" if has_adapter_names(names) else part.title if part else ""
 
 
 def report_name_prefix(opened: MergeBase, report: Report) -> None:
@@ -133,21 +125,20 @@ def report_name_prefix(opened: MergeBase, report: Report) -> None:
 
 def report_misplaced_parts(opened: MergeBase, report: Report) -> None:
     """An error where a folder of a model holds another part of it, a warning where a file's name says another."""
+    known = {part.component for family in MODEL_FAMILIES for part in family.parts}
     for component, file in opened.files.items():
         called = component or find_part_in_name(file.path.name)
-        held, wanted = recognise_anima_file(file), _PARTS_BY_FOLDER.get(called, ())
-        known = {part for parts in _PARTS_BY_FOLDER.values() for part in parts}
-        if not wanted or held in wanted or held not in known:
+        part = None if has_adapter_names(file) else find_file_part(file, MODEL_FAMILIES)
+        if called not in known or part is None or part.component == called:
             continue
-        right = next(name for name, parts in _PARTS_BY_FOLDER.items() if held in parts)
         report.add(
             Level.ERROR if component else Level.WARNING,
             "MODEL-WRONG-PART",
             str(file.path),
-            f"it is called {called}, and holds {held}",
-            remedy=f"Put it where {right} is asked for.",
+            f"it is called {called}, and holds {part.title}",
+            remedy=f"Put it where {part.component} is asked for.",
             called=called,
-            holds=held,
+            holds=part.title,
         )
 
 
@@ -165,14 +156,15 @@ def report_model_parts(opened: MergeBase, report: Report) -> None:
     report.figures["parts"] = parts
     family = opened.family
     if family is None or not opened.is_folder or "" in opened.files:
-        if family is not None and family.name == "anima" and parts == ["transformer"] and not opened.is_folder:
+        alone = family is not None and parts == [family.adapters.components[0].name] and not opened.is_folder
+        if family is not None and alone and family.beside_denoiser:
             report.add(
                 Level.WARNING,
                 "MODEL-PARTS-MISSING",
                 str(opened.path),
-                "the text conditioner (llm_adapter.*) is not in it, and Anima cannot draw without",
+                f"{', '.join(family.beside_denoiser.values())} is not in it, and {family.title} cannot draw without",
                 remedy="Get the file of the whole denoiser, or take it from the base model.",
-                missing=["text_conditioner"],
+                missing=[*family.beside_denoiser],
             )
         return
     missing = [part for part in family.components if not (opened.path / part).is_dir()]

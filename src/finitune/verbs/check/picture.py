@@ -14,7 +14,6 @@ from finitune.datasets.picture_files import DecodedPicture, open_picture, read_p
 from finitune.errors import FileError
 from finitune.generation.picture_quality import judge_picture
 from finitune.generation.provenance import PictureProvenance, parse_comfyui_graph, read_picture_provenance
-from finitune.generation.settings import PICTURE_SIDE_MULTIPLE
 from finitune.importers.foreign_text import read_foreign_text
 from finitune.models import MODEL_FAMILIES
 from finitune.models.spec import ModelSpec
@@ -27,8 +26,6 @@ _MAX_JUDGED_PIXELS = 1 << 22
 EXIF_USER_COMMENT_TAG, EXIF_IFD_TAG = 0x9286, 0x8769
 """Where EXIF keeps the text that A1111 writes into JPEG and WebP."""
 _EXIF_UNICODE_PREFIX = b"UNICODE\0"
-_ANIMA_SCHEDULER_SHIFT = 3.0
-"""Of Anima's sigmas: the invariant scheduler-shift."""
 _COMFYUI_MODEL_FOLDERS = ("models", "unet", "diffusion_models", "checkpoints", "loras", "vae", "text_encoders", "clip")
 _MAX_PARENT_FOLDERS = 4
 
@@ -145,20 +142,13 @@ def find_picture_family(made: PictureProvenance, named: str | None) -> ModelSpec
 
 def find_broken_invariants(family: ModelSpec, settings: Mapping[str, Any], subject: str) -> Iterator[Finding]:
     """Warnings for settings that a family's invariants forbid, each with its sentence."""
-    rules = dict(family.invariants)
-    odd = [
-        f"{side} {settings[side]}"
-        for side in ("width", "height")
-        if side in settings and settings[side] % PICTURE_SIDE_MULTIPLE
-    ]
-    shift, cfg = settings.get("shift"), settings.get("cfg")
-    if "picture-size" in rules and odd:
-        yield make_invariant_warning(subject, "picture-size", rules["picture-size"], ", ".join(odd), settings)
-    if "scheduler-shift" in rules and shift is not None and shift != _ANIMA_SCHEDULER_SHIFT:
-        yield make_invariant_warning(subject, "scheduler-shift", rules["scheduler-shift"], f"shift {shift:g}", settings)
-    if family.name == "anima" and cfg is not None and cfg <= 1:
-        rule = "Anima is drawn with guidance (4 as released); only distilled versions are drawn without."
-        yield make_invariant_warning(subject, "guidance", rule, f"cfg {cfg:g}", settings)
+    sentences = dict(family.invariants)
+    for rule in family.setting_rules:
+        given = {name: settings[name] for name in rule.settings if settings.get(name) is not None}
+        wrong = [f"{name} {value:g}" for name, value in given.items() if not rule.holds(value)]
+        if wrong:
+            sentence = rule.sentence or sentences[rule.name]
+            yield make_invariant_warning(subject, rule.name, sentence, ", ".join(wrong), settings)
 
 
 def make_invariant_warning(subject: str, name: str, rule: str, what: str, settings: Mapping[str, Any]) -> Finding:

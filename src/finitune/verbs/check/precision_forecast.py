@@ -4,13 +4,14 @@ and who says so. `tell` is a pure function of the model's family and size and of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Literal
 
 from finitune.machine.cards import find_gpu_model
 from finitune.machine.hardware import WHEEL_REMEDY_BY_CAPABILITY, Advice, DeviceFacts, advise
+from finitune.models import MODEL_FAMILIES
 from finitune.models.spec import ModelSpec
 from finitune.report import Finding, Level, Report, Table
 
@@ -23,33 +24,6 @@ _MAX_MEMORY_SHARE = 0.9
 _FORECAST_COLUMNS = ("verdict", "weights", "why", "evidence")
 
 
-@dataclass(frozen=True)
-class Fp16Hazard:
-    """What becomes of a family in plain fp16, and where that was found out."""
-
-    wrong: bool
-    why: str
-    source: str
-
-
-FP16_HAZARD_BY_FAMILY: Mapping[str, Fp16Hazard] = {
-    "anima": Fp16Hazard(True, "its residual stream leaves fp16's range: NaN, and a black picture",
-                    "ComfyUI PR #12249; sd-scripts PR #2277, after which NaN was still reported"),
-    "flux": Fp16Hazard(True, "two places of its residual streams overflow, and clamping changes the picture",
-                   "diffusers issue #9096, PR #9097"),
-    "qwen-image": Fp16Hazard(True, "its residual stream reaches about 2e7: NaN, and a black picture",
-                         "ComfyUI issues #10751 and #10668"),
-    "sd15": Fp16Hazard(False, "it was trained and released in fp16; a VAE can still overflow on bright pictures",
-                   "its release"),
-    "sd2": Fp16Hazard(True, "attention logits overflow where they are made in fp16; fused attention does not make them",
-                  "diffusers issue #1614"),
-    "sdxl": Fp16Hazard(True, "the UNet works, but its VAE overflows unless it is the mended one (fp16-fix) or fp32",
-                   "madebyollin/sdxl-vae-fp16-fix; force_upcast in the VAE's configuration"),
-}  # fmt: skip
-"""By family. See also the certificate of a plan, which measures it for one checkpoint."""
-
-_PLANNED_FAMILIES = ("anima",)
-"""The families whose pictures and trainings finitune computes, and so plans."""
 _BF16_SUPPORT_NOTE = (
     "torch.cuda.is_bf16_supported() says True here since torch 2.3, because a bf16 tensor can be made; programs that "
     "decide by it choose emulated bf16"
@@ -117,18 +91,19 @@ def forecast_gpu(
     tensors whose weights themselves leave fp16's range.
     """
     advice = advise(card)
-    name = family.name if family else ""
-    lines = [forecast_precision(precision, name, card, advice, over) for precision in FORECAST_PRECISIONS]
+    lines = [forecast_precision(precision, family, card, advice, over) for precision in FORECAST_PRECISIONS]
     lines = [apply_memory_limit(line, numbers, card) for line in lines]
     return GpuForecast(
         card,
         tuple(lines),
-        choose_forecast_precision(lines, advice) if name in _PLANNED_FAMILIES else "",
+        choose_forecast_precision(lines, advice) if family and family.runtime else "",
         list_advice_reasons(card, advice),
     )
 
 
-def forecast_precision(precision: str, family: str, card: DeviceFacts, advice: Advice, over: int) -> PrecisionForecast:
+def forecast_precision(
+    precision: str, family: ModelSpec | None, card: DeviceFacts, advice: Advice, over: int
+) -> PrecisionForecast:
     """The verdict on one precision, the size apart."""
     if precision == "fp32":
         if advice.tensor_cores:
@@ -154,7 +129,7 @@ def forecast_bf16(card: DeviceFacts, advice: Advice) -> PrecisionForecast:
     return PrecisionForecast("bf16", "slow", why, evidence)
 
 
-def forecast_raw_half(family: str, card: DeviceFacts, advice: Advice, over: int) -> PrecisionForecast:
+def forecast_raw_half(family: ModelSpec | None, card: DeviceFacts, advice: Advice, over: int) -> PrecisionForecast:
     """Plain fp16: the card's own faults first, then the checkpoint's, then the family's."""
     if is_gtx16(card, advice):
         return PrecisionForecast("raw-half", "wrong", _GTX16_FAULT, _GTX16_FAULT_SOURCE)
@@ -162,7 +137,7 @@ def forecast_raw_half(family: str, card: DeviceFacts, advice: Advice, over: int)
         return PrecisionForecast(
             "raw-half", "wrong", f"weights of {over} tensors become infinite when they are cast", "this file"
         )
-    hazard = FP16_HAZARD_BY_FAMILY.get(family)
+    hazard = family and family.fp16
     if hazard is None:
         return PrecisionForecast(
             "raw-half",
@@ -176,10 +151,13 @@ def forecast_raw_half(family: str, card: DeviceFacts, advice: Advice, over: int)
     return PrecisionForecast("raw-half", "works", hazard.why, hazard.source)
 
 
-def forecast_scaled_half(precision: str, family: str, card: DeviceFacts, advice: Advice) -> PrecisionForecast:
+def forecast_scaled_half(
+    precision: str, family: ModelSpec | None, card: DeviceFacts, advice: Advice
+) -> PrecisionForecast:
     """fp16 with scales, by a plan or by each call's own measurement."""
-    if family not in _PLANNED_FAMILIES:
-        why = "finitune computes pictures and trainings of Anima; other modules can be planned from a script"
+    if family is None or not family.runtime:
+        titles = " and ".join(one.title for one in MODEL_FAMILIES if one.runtime)
+        why = f"finitune computes pictures and trainings of {titles}; other modules can be planned from a script"
         return PrecisionForecast(precision, "not offered", why)
     if is_gtx16(card, advice):
         return PrecisionForecast(precision, "wrong", _GTX16_FAULT, _GTX16_FAULT_SOURCE)

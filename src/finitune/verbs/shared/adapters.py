@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from finitune.adapters.layer import attach_adapters, merge_into_weights
 from finitune.adapters.weight import WeightedAdapter
@@ -15,13 +14,12 @@ from finitune.errors import UsageError, suggest_nearest_name
 from finitune.merging.adapterfile import open_adapter
 from finitune.merging.base_model import MergeBase, open_merge_base
 from finitune.merging.pairing import TargetModel
-from finitune.models import MODEL_FAMILIES
-from finitune.models.anima import ANIMA
-from finitune.models.anima.load import AnimaParts
+from finitune.models import MODEL_FAMILIES, SHIPPED_MODELS
+from finitune.models.loaded import LoadedModel
 from finitune.namings.core import PEFT_TENSORS_FILE_NAME, AmbiguityOptions, ParsedAdapter, find_adapter_tensor_file
 from finitune.namings.loaders import predict_all_loaders
 from finitune.report import Report, Table
-from finitune.verbs.shared.model import SHIPPED_MODELS, resolve_model_path
+from finitune.verbs.shared.model import resolve_model_path
 
 _TORCH_NAME_BY_DTYPE = {
     "fp32": "float32",
@@ -114,19 +112,19 @@ def build_loader_verdict_table(reading: ParsedAdapter) -> Table:
 
 
 def apply_named_adapters(
-    parts: AnimaParts,
+    parts: LoadedModel,
     named: list[NamedAdapter],
     *,
     merge_first: bool,
     report: Report,
     answers: AmbiguityOptions | None = None,
 ) -> AppliedAdapters:
-    """Put adapters on a loaded Anima: attached to its layers, or, to `merge_first`, in its weights, then fp32.
+    """Put adapters on a loaded model: attached to its layers, or, to `merge_first`, in its weights, then fp32.
 
     The findings about the files go to the report; `answers` decide what the files leave open. Raises AdapterError where
     one of them is an error, or where an adapter fits no module.
     """
-    model = TargetModel.loaded(ANIMA, parts)
+    model = TargetModel.loaded(parts.family, parts)
     adapters: dict[str, dict[str, list[WeightedAdapter]]] = {}
     receipts: list[dict[str, object]] = []
     for one in named:
@@ -138,7 +136,7 @@ def apply_named_adapters(
         receipts.append({"file": name, "strength": one.strength, "fingerprint": fingerprint})
     places: dict[str, dict[str, str]] = {}
     for component, sites in adapters.items():
-        root: nn.Module = getattr(parts, component)
+        root = parts.module(component)
         if merge_first:
             merge_into_weights(root, sites)
         else:

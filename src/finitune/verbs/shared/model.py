@@ -8,27 +8,25 @@ from pathlib import Path
 import torch
 
 from finitune.errors import FileError, UsageError, suggest_nearest_name
-from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import make_read_back_error
 from finitune.generation.planning import calibrate_model, make_model_plan
 from finitune.generation.settings import PictureSettings
-from finitune.models.anima.load import AnimaParts, load_folder, load_three_files, require_role
-from finitune.models.pico import get_pico_folder, get_pico_plan_path
+from finitune.models import SHIPPED_MODELS
+from finitune.models.loaded import LoadedModel, find_loaded_class
 from finitune.precision.plan import PrecisionPlan
 from finitune.progress import Progress
 from finitune.report import Level, Report
 from finitune.verbs.shared.options import ModelChoice
 
-SHIPPED_MODELS = ("pico-anima",)
 DEFAULT_OUTPUT_FOLDER = Path("finitune-out")
 
 
-def load_model(choice: ModelChoice) -> AnimaParts:
-    """The parts of the chosen model, as stored, on the chosen device; raises where the choice names none."""
+def load_model(choice: ModelChoice) -> LoadedModel:
+    """The chosen model, as stored, on the chosen device; raises where the choice names none."""
     device = choose_device(choice.device)
     parts = _load(choice)
-    for component in ("text_encoder", "text_conditioner", "transformer", "vae"):
-        getattr(parts, component).to(device)
+    for module in parts.named_modules().values():
+        module.to(device)
     return parts
 
 
@@ -50,13 +48,11 @@ def choose_device(name: str) -> str:
 
 def resolve_model_path(name: str) -> Path:
     """Where the files of a shipped model lie, or the path that the name is."""
-    return get_pico_folder() if name in SHIPPED_MODELS else Path(name)
+    return SHIPPED_MODELS[name].folder if name in SHIPPED_MODELS else Path(name)
 
 
-def _load(choice: ModelChoice) -> AnimaParts:
+def _load(choice: ModelChoice) -> LoadedModel:
     path = resolve_model_path(choice.model)
-    if path.is_dir():
-        return load_folder(path)
     if not path.exists():
         raise FileError(
             f"{choice.model}: no such model, folder or file.{suggest_nearest_name(choice.model, SHIPPED_MODELS)}",
@@ -64,16 +60,7 @@ def _load(choice: ModelChoice) -> AnimaParts:
             subject=choice.model,
             remedy="MODEL is pico-anima, a diffusers folder, or the DiT file with --qwen3 FILE and --vae FILE.",
         )
-    if choice.qwen3 is None or choice.vae is None:
-        require_role(TensorFile(path), "dit")
-        missing = " and ".join(o for o, given in (("--qwen3", choice.qwen3), ("--vae", choice.vae)) if not given)
-        raise UsageError(
-            f"{path.name} is one file of three: {missing} missing",
-            code="MODEL-FILES-MISSING",
-            subject=choice.model,
-            remedy=f"finitune ... {path.name} --qwen3 qwen_3_06b_base.safetensors --vae qwen_image_vae.safetensors",
-        )
-    return load_three_files(dit=path, qwen3=choice.qwen3, vae=choice.vae, tokenizers=choice.tokenizers or path.parent)
+    return find_loaded_class(path).open(path, choice.files)
 
 
 def format_model_name(choice: ModelChoice) -> str:
@@ -83,7 +70,11 @@ def format_model_name(choice: ModelChoice) -> str:
 
 def get_default_picture_size(choice: ModelChoice) -> str:
     """The size that the model draws best."""
-    return "64x64" if choice.model in SHIPPED_MODELS else "1024x1024"
+    if choice.model in SHIPPED_MODELS:
+        side = SHIPPED_MODELS[choice.model].picture_side
+    else:
+        side = find_loaded_class(Path(choice.model)).family.picture_side
+    return f"{side}x{side}"
 
 
 def get_default_plan_path(choice: ModelChoice) -> Path:
@@ -93,29 +84,29 @@ def get_default_plan_path(choice: ModelChoice) -> Path:
 
 def load_or_make_plan(
     choice: ModelChoice,
-    parts: AnimaParts,
+    parts: LoadedModel,
     settings: PictureSettings,
     path: Path | None,
     report: Report,
     progress: Progress | None,
 ) -> PrecisionPlan:
     """The plan to run with: the given file, the shipped one, the one made before, or one made now on this prompt."""
-    own = get_default_plan_path(choice)
-    chosen = path or (get_pico_plan_path() if choice.model in SHIPPED_MODELS else own if own.exists() else None)
+    own, shipped = get_default_plan_path(choice), SHIPPED_MODELS.get(choice.model)
+    chosen = path or (shipped.plan if shipped else own if own.exists() else None)
     if chosen:
         plan = PrecisionPlan.load(chosen)
         if path is None and plan.fingerprint != parts.fingerprint:
             report.add(Level.WARNING, "PLAN-STALE", str(chosen), "it is of another checkpoint; a new one is made")
             return _make_plan(choice, parts, settings, report, progress)
         plan.check_fingerprint(parts.fingerprint, str(chosen))
-        place = str(path or own) if chosen != get_pico_plan_path() else f"shipped with {choice.model}"
+        place = str(path or own) if not shipped or chosen != shipped.plan else f"shipped with {choice.model}"
         report.add(Level.NOTE, "PLAN-LOADED", place, f"a plan of {_lines(plan)} lines; {plan.calibration}")
         return plan
     return _make_plan(choice, parts, settings, report, progress)
 
 
 def _make_plan(
-    choice: ModelChoice, parts: AnimaParts, settings: PictureSettings, report: Report, progress: Progress | None
+    choice: ModelChoice, parts: LoadedModel, settings: PictureSettings, report: Report, progress: Progress | None
 ) -> PrecisionPlan:
     calls, _ = calibrate_model(parts, [settings], progress)
     plan = make_model_plan(parts, format_model_name(choice), calls, progress=progress)

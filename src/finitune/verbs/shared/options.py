@@ -41,6 +41,12 @@ class ModelChoice:
     device: str = "auto"
     """Where to compute: `auto` takes the first GPU if there is one, else the CPU."""
 
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files beside that of MODEL, by the name of their option."""
+        named = {"qwen3": self.qwen3, "vae": self.vae, "tokenizers": self.tokenizers}
+        return {name: path for name, path in named.items() if path is not None}
+
     def to_command_words(self) -> str:
         """The words that name this model, and the drawing that is asked of it, where not as by default."""
         shared = DrawingOptions if isinstance(self, DrawingOptions) else ModelChoice

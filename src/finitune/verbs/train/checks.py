@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from finitune.config.schema import TrainConfig
 from finitune.errors import FinituneError, UsageError
+from finitune.models import MODEL_FAMILIES
 from finitune.report import Finding, Level
 from finitune.verbs.shared.model import choose_device, resolve_model_path
 from finitune.verbs.shared.options import ModelChoice
@@ -112,9 +113,12 @@ def explain_model_errors(choice: ModelChoice) -> Iterator[None]:
         other = None if error.code == "MODEL-IS-ADAPTER" else find_other_family(resolve_model_path(choice.model))
         if other:
             error.code, error.subject = "MODEL-OTHER-FAMILY", _MODEL_OPTION
-            error.message = f"{choice.model} is of {other.title}; adapters are trained here for Anima alone"
+            trained = " and ".join(family.title for family in MODEL_FAMILIES if family.runtime)
+            error.message = f"{choice.model} is of {other.title}; adapters are trained here for {trained} alone"
             error.evidence |= {"file": choice.model, "family": other.name}
-            error.remedy = "Name a model of Anima, and look through the other options, too: they suit another model."
+            error.remedy = (
+                f"Name a model of {trained}, and look through the other options, too: they suit another model."
+            )
         elif error.code in _MODEL_REMEDY_BY_CODE:
             error.subject, error.remedy = _MODEL_OPTION, _MODEL_REMEDY_BY_CODE[error.code]
             error.message = error.message.replace("--", "")
@@ -123,11 +127,10 @@ def explain_model_errors(choice: ModelChoice) -> Iterator[None]:
 
 
 def find_other_family(path: Path) -> ModelSpec | None:
-    """The family of a model that is not of Anima, by the names and shapes in its headers; None where none is known."""
+    """The family of a model that cannot be trained, by names and shapes in its headers; None where none is known."""
     from finitune.merging.base_model import open_merge_base
-    from finitune.models.anima import ANIMA
 
     with suppress(FinituneError, OSError):
         family = open_merge_base(path).family
-        return family if family and family.name != ANIMA.name else None
+        return family if family and not family.runtime else None
     return None

@@ -16,7 +16,8 @@ from finitune.verbs.shared.adapters import collect_loader_verdicts, resolve_dtyp
 if TYPE_CHECKING:
     from finitune.adapters import AdapterSet
     from finitune.generation.settings import PictureSettings
-    from finitune.models.anima.load import AnimaParts
+    from finitune.models.loaded import LoadedModel
+    from finitune.models.spec import ModelSpec
     from finitune.training.adapted_model import AdaptedModel
     from finitune.training.history import TrainingHistory
 
@@ -31,12 +32,12 @@ class AdapterExporter:
     config: TrainConfig
     fingerprint: str
     model: str
+    family: ModelSpec
     last: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __call__(self, adapter: AdapterSet, path: Path, facts: Mapping[str, object]) -> dict[str, Path]:
         """The files by spelling; raises where one is not finite, or does not read back."""
         from finitune.merging.adapterfile import OutputFormat, put_adapter
-        from finitune.models.anima import ANIMA
         from finitune.namings.metadata import Receipt
 
         require_finite_adapter(adapter, path)
@@ -47,9 +48,9 @@ class AdapterExporter:
             report = Report("train")
             form = OutputFormat(spelling, resolve_dtype_option(saving.save_precision), self.texts(facts))
             receipt = Receipt("train", ((self.model, self.fingerprint),))
-            reading = put_adapter(target, adapter, ANIMA, form, receipt, report)
+            reading = put_adapter(target, adapter, self.family, form, receipt, report)
             paths[spelling] = target
-            verdicts = collect_loader_verdicts(replace(reading, family=ANIMA))
+            verdicts = collect_loader_verdicts(replace(reading, family=self.family))
             keys = ("bytes", "tensors", "max_delta_error", "narrowing_error", "flushed_share")
             self.last[spelling] = {
                 "file": str(target),
@@ -119,7 +120,7 @@ def require_finite_adapter(adapter: AdapterSet, path: Path) -> None:
 class PreviewDrawer:
     """Draws fixed prompts with fixed seeds by the model as it is being trained."""
 
-    parts: AnimaParts
+    parts: LoadedModel
     learner: AdaptedModel
     pictures: tuple[PictureSettings, ...]
     folder: Path
@@ -129,15 +130,11 @@ class PreviewDrawer:
         from finitune.generation.draw import draw_picture_batch
         from finitune.generation.picture import save_picture
         from finitune.generation.picture_quality import judge_picture
-        from finitune.generation.precisions import PIPELINE_COMPONENTS, RunningPipeline
-        from finitune.models.anima.load import build_anima_pipeline
+        from finitune.generation.precisions import RunningModel
         from finitune.precision.guard import PrecisionGuard
 
         own = {name: one.module for name, one in self.learner.precisions.items()}
-        modules: dict[str, Any] = {name: own.get(name, getattr(self.parts, name)) for name in PIPELINE_COMPONENTS}
-        running = RunningPipeline(
-            "training", build_anima_pipeline(replace(self.parts, **modules)), modules, PrecisionGuard()
-        )
+        running = RunningModel("training", self.parts.with_modules(own), PrecisionGuard())
         paths: list[Path] = []
         for number, picture in enumerate(self.pictures):
             drawing = draw_picture_batch(running, [picture])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from finitune.datasets.buckets import BucketPlacements
     from finitune.datasets.items import MicroBatch, TrainingBatch
     from finitune.datasets.loader import BatchLoader
-    from finitune.models.anima.encode import AnimaEncoders, TextLevel
-    from finitune.models.anima.load import AnimaParts
+    from finitune.models.loaded import FamilyEncoders, LoadedModel
+    from finitune.models.spec import ModelSpec
     from finitune.training.adapted_model import AdaptedModel
     from finitune.training.events import TrainingEvent, TrialStepMeasured
     from finitune.training.manifest import TrainingManifest
@@ -64,28 +64,16 @@ def build_batch_schedule(config: TrainConfig, placed: BucketPlacements, world: i
     return replace(course, steps=training.count_steps(course.steps_per_epoch))
 
 
-def choose_text_level(config: TrainConfig) -> TextLevel:
-    """How far captions can be encoded before the run: up to what is trained."""
-    if config.network.train_text_encoder:
-        return "tokens"
-    return "states" if config.network.train_llm_adapter else "context"
-
-
-def prepare_encoders(config: TrainConfig, parts: AnimaParts) -> AnimaEncoders:
+def prepare_encoders(parts: LoadedModel, config: TrainConfig, trained: Collection[str]) -> FamilyEncoders:
     """The encoders, held and computed in fp32: each picture and caption goes through them once."""
-    from finitune.models.anima.encode import AnimaEncoders
-
-    for module in (parts.vae, parts.text_encoder, parts.text_conditioner):
-        module.float().requires_grad_(False)
-    training = config.training
-    return AnimaEncoders.of(
-        parts, choose_text_level(config), training.qwen3_max_token_length, training.t5_max_token_length
-    )
+    parts.prepare_for_encoding()
+    limits = {name: getattr(config.training, option) for name, (_, option) in parts.tokenizers.items()}
+    return parts.make_encoders(trained, limits)
 
 
 def build_encoded_loader(
     config: TrainConfig,
-    encoders: AnimaEncoders,
+    encoders: FamilyEncoders,
     course: BatchSchedule,
     ranks: ProcessRanks,
     report: Report,
@@ -134,6 +122,7 @@ def build_validation(config: TrainConfig, course: BatchSchedule) -> HeldOutValid
 class RunInputs:
     """What a run is given besides its configuration."""
 
+    parts: LoadedModel
     learner: AdaptedModel
     choice: SiteSelection
     shelf: ScheduledLoader
@@ -145,15 +134,15 @@ class RunInputs:
 
 def build_run(config: TrainConfig, outside: RunInputs) -> TrainingRun:
     """The run: optimiser, schedule, objective and manifest over what was prepared."""
-    from finitune.training.objective import FlowObjective
+    from finitune.training.objective import OBJECTIVE_BY_NAME
     from finitune.training.optimizers import make_rate_factor
     from finitune.training.step import GradientAccumulator
     from finitune.training.train_state import TrainingRun
 
     learner, course = outside.learner, outside.shelf.course
-    objective = FlowObjective(config.objective)
+    objective = OBJECTIVE_BY_NAME[outside.parts.objective](config.objective, outside.parts.patch)
     held = outside.held
-    make_optimizer = make_optimizer_factory(config, learner, outside.choice)
+    make_optimizer = make_optimizer_factory(config, learner, outside.choice, outside.parts.family)
     outside.folder.require_space(estimate_save_bytes(config, learner))
     return TrainingRun(
         config=config,
@@ -195,13 +184,13 @@ def find_nonfinite_weight(learner: AdaptedModel) -> str:
 
 
 def make_optimizer_factory(
-    config: TrainConfig, learner: AdaptedModel, choice: SiteSelection
+    config: TrainConfig, learner: AdaptedModel, choice: SiteSelection, family: ModelSpec
 ) -> Callable[[], OptimizerHandle]:
     """Makes the optimiser anew: over all that is trained, each at the rate of its pattern or component."""
     from finitune.training.optimizers import build_param_groups, make_optimizer
 
     rates = config.optimizer
-    by_component = {"text_encoder": rates.text_encoder_lr, "text_conditioner": rates.llm_adapter_lr}
+    by_component = {component: getattr(rates, option) for component, option in family.adapters.rates.items()}
     own = {one.site: by_component.get(one.component) if one.rate is None else one.rate for one in choice.chosen}
 
     def make() -> OptimizerHandle:

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from finitune.datasets.dataset_scan import DatasetScan
     from finitune.datasets.items import TrainingExample
     from finitune.generation.settings import PictureSettings
-    from finitune.models.anima.load import AnimaParts
+    from finitune.models.loaded import LoadedModel
+    from finitune.models.spec import ModelSpec
     from finitune.precision.plan import PrecisionPlan
     from finitune.training.adapted_model import AdaptedModel
     from finitune.training.sites import SiteSelection
@@ -132,14 +133,15 @@ def place_held_out_pictures(held: list[TrainingExample], config: TrainConfig) ->
     )
 
 
-def select_adapted_components(parts: AnimaParts, config: TrainConfig) -> dict[str, nn.Module]:
+def list_adapted_components(family: ModelSpec, config: TrainConfig) -> list[str]:
     """The components that get adapters, by name."""
-    wanted = {
-        "transformer": True,
-        "text_conditioner": config.network.train_llm_adapter,
-        "text_encoder": config.network.train_text_encoder,
-    }
-    return {name: getattr(parts, name) for name, on in wanted.items() if on}
+    switches = family.adapters.switches
+    return [name for name in family.adapters.trained if name not in switches or getattr(config.network, switches[name])]
+
+
+def select_adapted_modules(parts: LoadedModel, config: TrainConfig) -> dict[str, nn.Module]:
+    """The same of a model, {name: module}."""
+    return {name: parts.module(name) for name in list_adapted_components(parts.family, config)}
 
 
 def choose_training_precision(config: TrainConfig, device: str, report: Report) -> str:
@@ -163,17 +165,18 @@ def choose_training_precision(config: TrainConfig, device: str, report: Report) 
     return chosen
 
 
-def load_training_plan(config: TrainConfig, parts: AnimaParts, precision: str, report: Report) -> PrecisionPlan | None:
+def load_training_plan(config: TrainConfig, parts: LoadedModel, precision: str, report: Report) -> PrecisionPlan | None:
     """The plan to train with, named or shipped; raises UsageError (PLAN-MISSING) where there is none."""
-    from finitune.models.pico import get_pico_plan_path
+    from finitune.models import SHIPPED_MODELS
     from finitune.precision.plan import PrecisionPlan
-    from finitune.verbs.shared.model import SHIPPED_MODELS, get_default_plan_path
+    from finitune.verbs.shared.model import get_default_plan_path
 
     if precision != "planned-half":
         return None
     choice = build_model_choice(config)
     own = get_default_plan_path(choice)
-    path = config.model.plan or (get_pico_plan_path() if choice.model in SHIPPED_MODELS else own)
+    shipped = SHIPPED_MODELS.get(choice.model)
+    path = config.model.plan or (shipped.plan if shipped else own)
     if not path.exists():
         raise UsageError(
             f"planned-half needs a plan of {format_model_name(choice)}",
@@ -192,36 +195,36 @@ def load_training_plan(config: TrainConfig, parts: AnimaParts, precision: str, r
 
 @contextmanager
 def open_adapted_model(
-    parts: AnimaParts,
+    parts: LoadedModel,
     config: TrainConfig,
     adapters: dict[str, dict[str, SiteAdapter]],
     precision: str,
     plan: PrecisionPlan | None,
 ) -> Iterator[AdaptedModel]:
     """The model with adapters by component, computing in its precision; as it was at the end."""
-    from finitune.models.anima.encode import AnimaDenoiser
     from finitune.precision.plan import ComponentPlan
     from finitune.training import compute_precision
     from finitune.training.adapted_model import AdaptedModel, attach_training_adapters
 
-    components = ("text_encoder", "text_conditioner", "transformer")
     with ExitStack() as stack:
         precisions: dict[str, compute_precision.PrecisionComponent] = {}
-        for name in components:
-            root = getattr(parts, name).requires_grad_(False)
+        for one in parts.modules:
+            if one.decoder:
+                continue
+            name, root = one.name, parts.module(one.name).requires_grad_(False)
             if name in adapters and config.training.gradient_checkpointing:
                 compute_precision.enable_block_checkpointing(root)
             own = (plan.components.get(name) or ComponentPlan()) if plan else None
-            attends = name != "text_encoder"
-            used = precision if name == "transformer" or name in adapters else "fp32"
-            in_force = compute_precision.apply_training_precision(root, used, own, attends=attends)
+            used = precision if name == parts.denoiser or name in adapters else "fp32"
+            attend = parts.apply_attention if one.attends else None
+            in_force = compute_precision.apply_training_precision(root, used, own, attend=attend)
             precisions[name] = stack.enter_context(in_force)
         modules = {name: one.module for name, one in precisions.items()}
         attached = dict(attach_training_adapters(modules, adapters, config.network))
         for one in attached.values():
             stack.enter_context(one)
-        stack.enter_context(configure_frozen_denoiser(modules["transformer"], config, precision))
-        yield AdaptedModel(AnimaDenoiser(**{name: modules[name] for name in components}), attached, precisions)
+        stack.enter_context(configure_frozen_denoiser(modules[parts.denoiser], config, precision))
+        yield AdaptedModel(parts.make_denoiser(modules), attached, precisions, parts.denoiser)
 
 
 @contextmanager
@@ -249,20 +252,17 @@ def configure_frozen_denoiser(transformer: nn.Module, config: TrainConfig, preci
 
 
 def make_starting_adapters(
-    parts: AnimaParts, config: TrainConfig, choice: SiteSelection
+    parts: LoadedModel, config: TrainConfig, choice: SiteSelection
 ) -> dict[str, dict[str, SiteAdapter]]:
     """New adapters, or those of network_weights."""
     from finitune.merging.adapterfile import open_adapter
     from finitune.merging.pairing import TargetModel
-    from finitune.models.anima import ANIMA
     from finitune.training.adapted_model import make_training_adapters, match_initial_adapter
 
-    fresh = make_training_adapters(
-        select_adapted_components(parts, config), choice, config.network, config.training.seed
-    )
+    fresh = make_training_adapters(select_adapted_modules(parts, config), choice, config.network, config.training.seed)
     if config.network.network_weights is None:
         return fresh
-    source = open_adapter(config.network.network_weights, Report("train"), TargetModel.loaded(ANIMA, parts))
+    source = open_adapter(config.network.network_weights, Report("train"), TargetModel.loaded(parts.family, parts))
     return match_initial_adapter(fresh, source.reading.adapter)
 
 
@@ -279,7 +279,6 @@ def open_prepared_run(
 
     Raises Stopped where the report holds errors, or, to `explain`, when the sites are in it.
     """
-    from finitune.models.anima import ANIMA
     from finitune.training.ranks import ProcessRanks
     from finitune.training.run_folder import RunFolder
     from finitune.training.sites import choose_sites
@@ -296,7 +295,7 @@ def open_prepared_run(
         with explain_model_errors(choice):
             parts = load_model(choice)
         report.findings.extend(parts.notes)
-        sites = choose_sites(select_adapted_components(parts, config), ANIMA, config.network)
+        sites = choose_sites(select_adapted_modules(parts, config), parts.family, config.network)
         report.findings.extend(sites.findings)
         report.tables.append(sites.table())
         report.figures["sites"] = len(sites.chosen)
@@ -306,7 +305,7 @@ def open_prepared_run(
         if explain:
             raise TrainingStopped
         plan = load_training_plan(config, parts, precision, report)
-        encoders = prepare_encoders(config, parts)
+        encoders = prepare_encoders(parts, config, list_adapted_components(parts.family, config))
         adapters = make_starting_adapters(parts, config, sites)
         shelf, kept = (
             placed
@@ -317,9 +316,9 @@ def open_prepared_run(
         )
         assert shelf is not None  # look_at_data has found pictures
         learner = stack.enter_context(open_adapted_model(parts, config, adapters, precision, plan))
-        exporter = AdapterExporter(config, parts.fingerprint, format_model_name(choice))
+        exporter = AdapterExporter(config, parts.fingerprint, format_model_name(choice), parts.family)
         wanted = data.pictures if config.preview.is_scheduled else ()
         preview = PreviewDrawer(parts, learner, wanted, folder.path / PREVIEW_FOLDER_NAME) if wanted else None
         hooks = RunHooks(exporter, preview, stop)
-        run = build_run(config, RunInputs(learner, sites, shelf, kept, folder, ranks, hooks))
+        run = build_run(config, RunInputs(parts, learner, sites, shelf, kept, folder, ranks, hooks))
         yield PreparedRun(run, data, sites, exporter, precision)
