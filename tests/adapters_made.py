@@ -66,11 +66,11 @@ class ExactProducts:
         self.groups = 1 if isinstance(layer, nn.Linear) else layer.groups
         self.channels = -1 if isinstance(layer, nn.Linear) else 1
 
-    def walk(self, x: Tensor, weight: Tensor) -> Tensor:
+    def apply_spatial(self, x: Tensor, weight: Tensor) -> Tensor:
         if isinstance(self.layer, nn.Linear):
             return F.linear(x, weight.flatten(1).to(x.dtype))
         weight = weight.reshape(*weight.shape[:2], *self.layer.kernel_size)
         return self.layer._conv_forward(x, weight.to(x.dtype), None)
 
-    def mix(self, x: Tensor, weight: Tensor) -> Tensor:
+    def apply_pointwise(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.linear(x.movedim(self.channels, -1), weight.to(x.dtype)).movedim(-1, self.channels)

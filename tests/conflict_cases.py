@@ -67,6 +67,7 @@ NETWORK = (
     (NO, "network.decompose_both", "network.decompose_both = true", "network.algorithm = 'lokr'"),
     (NO, "network.unbalanced", "network.unbalanced = true", "network.algorithm = 'lokr'"),
     (NO, "network.use_tucker", "network.use_tucker = true; network.algorithm = 'full'", "network.algorithm = 'lora'"),
+    (NO, "network.projection_prng_key", "network.projection_prng_key = 3", "network.algorithm = 'vera'"),
     (NO, "network.constraint", "network.constraint = 0.1; network.algorithm = 'oft_v2'", "network.algorithm = 'boft'"),
     (NO, "network.network_dim", "network.network_dim = 8; network.algorithm = 'ia3'", "network.algorithm = 'oft'"),
     (NO, "network.network_alpha", "network.network_alpha = 8; network.algorithm = 'oft'", "network.algorithm = 'lokr'"),

@@ -183,7 +183,7 @@ def test_the_attributes_of_a_convolution_hold_for_its_adapter(attributes: dict[s
     change = find_algorithm("lora").forward(adapter, x, products)
     if layer.groups > 1:
         assert change is None
-        change = products.walk(x, compute_weight_delta(base.double(), adapter))
+        change = products.apply_spatial(x, compute_weight_delta(base.double(), adapter))
     before = layer(x)
     with torch.no_grad():
         layer.weight.copy_(compute_adapted_weight(base.double(), adapter))
@@ -205,7 +205,7 @@ def test_forward_takes_factors_of_a_linear_to_a_convolution_of_one_pixel_and_the
     pixel = replace(adapter, tensors={role: tensor[..., None, None] for role, tensor in adapter.tensors.items()})
     for layer in (layer_for(LINEAR), layer_for((*LINEAR, 1, 1), stride=2)):
         x, products = input_for(layer), ExactProducts(layer)
-        expected = products.walk(x, of_zero(adapter, *LINEAR))
+        expected = products.apply_spatial(x, of_zero(adapter, *LINEAR))
         for form in (adapter, pixel):
             change = find_algorithm("lora").forward(form, x, products)
             assert change is not None and relative(change, expected) < 1e-13

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from finitune.adapters import AdapterSet, SiteAdapter
+from finitune.adapters.core import AmbiguityOptions
 from finitune.errors import AdapterError, FileError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import get_scratch_folder
@@ -21,7 +22,6 @@ from finitune.merging.adapterfile import (
     put_written_adapter,
     resolve_unknown_scale,
 )
-from finitune.namings.core import AmbiguityOptions
 from finitune.namings.metadata import Receipt
 from finitune.namings.write import write_adapter
 from finitune.report import Level, Report

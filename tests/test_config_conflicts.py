@@ -14,7 +14,6 @@ from finitune.config.conflicts import (
     NO_EFFECT_CODE,
     ConfigFacts,
     find_config_conflicts,
-    get_algorithm_traits,
     parse_config_rules,
     read_config_rules,
 )
@@ -110,8 +109,9 @@ def test_no_effect_is_a_warning_and_names_the_option():
 
 def test_the_kinds_of_algorithms_are_those_of_the_algebra():
     additive = {algorithm.name for algorithm in ADAPTER_ALGORITHMS if algorithm.additive}
-    names = {algorithm.name for algorithm in ADAPTER_ALGORITHMS}
-    assert {name for name in names if get_algorithm_traits(name).magnitudes} == additive - {"norm"}
+    trained = [algorithm for algorithm in ADAPTER_ALGORITHMS if algorithm.trainable]
+    assert {algorithm.name for algorithm in trained if algorithm.additive} == additive - {"norm"}
+    assert all(algorithm.rank_means != "nothing" for algorithm in trained if algorithm.alpha_means == "scale")
 
 
 @pytest.mark.parametrize("name", sorted(set(read_optimizer_facts()["self_tuning"])))

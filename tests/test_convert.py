@@ -20,8 +20,7 @@ from finitune.errors import AdapterError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
 from finitune.models import MODEL_FAMILIES, ModelSpec
-from finitune.namings.hashes import compute_kohya_hashes
-from finitune.namings.metadata import read_applied_block_maps
+from finitune.namings.metadata import compute_kohya_hashes, read_applied_block_maps
 from finitune.namings.read import read_adapter
 from finitune.namings.write import write_adapter
 from finitune.report import Report

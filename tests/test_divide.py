@@ -9,8 +9,8 @@ from finitune.adapters.core import Magnitude, SiteAdapter
 from finitune.adapters.weight import compute_adapted_bias, compute_weight_delta
 from finitune.errors import AdapterError
 from finitune.namings.core import SiteTarget
+from finitune.namings.fused import split_fused_adapter
 from finitune.namings.tensor_reader import DeferredTensors, PendingTensor
-from finitune.namings.unfuse import split_fused_adapter
 from tests.adapter_files import codes, lora, model, noise, read_back
 
 QKV = SiteTarget("transformer", ("q", "k", "v"))

@@ -8,18 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finitune.adapters import ADAPTER_ALGORITHMS, AdapterSet, SiteAdapter, Target, find_algorithm
-from finitune.adapters.health import (
-    DELTA_TERMS_BY_ALGORITHM,
-    FACTOR_PRODUCT_BY_ALGORITHM,
-    check_adapter_health,
-    compute_product_peak,
-    is_zero_adapter,
-)
+from finitune.adapters.health import check_adapter_health, compute_product_peak, is_zero_adapter
 from finitune.adapters.weight import compute_weight_delta
 from tests.adapters_made import random_adapter
 
 
-@pytest.mark.parametrize("name", sorted(DELTA_TERMS_BY_ALGORITHM))
+@pytest.mark.parametrize("name", sorted(one.name for one in ADAPTER_ALGORITHMS if one.terms))
 def test_what_changes_nothing_is_told_from_the_tensors(name: str):
     if name == "full":
         fresh = SiteAdapter("full", {"diff": torch.zeros(6, 4)})
@@ -40,7 +34,7 @@ def test_what_changes_something_is_not_called_silent(algorithm):
 
 
 @settings(max_examples=20)
-@given(name=st.sampled_from(sorted(FACTOR_PRODUCT_BY_ALGORITHM)), power=st.integers(-3, 12), seed=st.integers(0, 99))
+@given(name=st.sampled_from(["lora", "loha", "lokr"]), power=st.integers(-3, 12), seed=st.integers(0, 99))
 def test_the_peak_is_never_below_the_truth(name: str, power: int, seed: int):
     base, adapter = random_adapter(name, (8, 12), seed=seed)
     role = next(role for role in ("up", "w1_a", "w1") if role in adapter.tensors)

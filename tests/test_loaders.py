@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from finitune.adapters.core import AdapterSet, Magnitude, SiteAdapter
+from finitune.adapters.core import AdapterSet, LoadVerdict, Magnitude, SiteAdapter
 from finitune.adapters.weight import compute_adapted_weight
 from finitune.files.writer import save_tensors, write_text
 from finitune.models import MODEL_FAMILIES
 from finitune.namings.core import ParsedAdapter
-from finitune.namings.loaders import ADAPTER_LOADERS, LOADER_RULES, LoadVerdict, predict_all_loaders
+from finitune.namings.loaders import ADAPTER_LOADERS, predict_all_loaders, read_loader_rules
 from finitune.namings.write import AdapterFileContent, write_adapter
 
 ANIMA, FLUX, SD15 = (next(f for f in MODEL_FAMILIES if f.name == name) for name in ("anima", "flux", "sd15"))
@@ -274,4 +274,5 @@ def test_algorithms_are_told_as_measured(algorithm, loader, verdict):
 
 
 def test_every_row_names_its_programs_and_a_reason():
-    assert all(row.reason and set(row.loaders) <= set(ADAPTER_LOADERS) for row in LOADER_RULES)
+    rules = [*read_loader_rules("names"), *read_loader_rules("contents")]
+    assert all(rule.text and rule.programs and set(rule.programs) <= set(ADAPTER_LOADERS) for rule in rules)

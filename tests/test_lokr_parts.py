@@ -25,7 +25,7 @@ from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
 from finitune.merging.combine import combine_adapters
 from finitune.merging.rows import ModuleRows, PrecomputedMerger, TensorChange, choose_row_merger
-from finitune.namings.fuse import fuse_site_adapters, swap_site_adapter_halves
+from finitune.namings.fused import fuse_site_adapters, swap_site_adapter_halves
 from finitune.namings.read import read_adapter
 from finitune.namings.write import write_adapter
 from finitune.verbs.convert import Request, run

@@ -86,7 +86,7 @@ def change_through(module: nn.Module, layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def change_by_weight(layer: nn.Linear | nn.Conv2d, adapter: SiteAdapter, x: Tensor, strength: float = 1.0) -> Tensor:
-    return strength * ExactProducts(layer).walk(x, compute_weight_delta(layer.weight.detach(), adapter))
+    return strength * ExactProducts(layer).apply_spatial(x, compute_weight_delta(layer.weight.detach(), adapter))
 
 
 @pytest.mark.parametrize(("name", "options"), [*ADDITIVE, ("glora", {})], ids=str)

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from finitune.adapters.core import AdapterSet, SiteAdapter
 from finitune.files.writer import save_tensors
 from finitune.models import MODEL_FAMILIES
-from finitune.namings.hashes import compute_kohya_hashes
 from finitune.namings.metadata import (
     MAX_METADATA_TEXT_BYTES,
     RECEIPT_METADATA_KEY,
     Receipt,
     add_kohya_hashes,
     build_adapter_metadata,
+    compute_kohya_hashes,
     drop_oversized_texts,
     parse_metadata_number,
     parse_metadata_table,

@@ -70,7 +70,7 @@ def compare(model: nn.Module, layer: nn.Module, base: nn.Linear | nn.Conv2d, ada
     weight, bias = base.weight.detach().clone(), base.bias.detach().clone()
     with torch.no_grad():
         there = model(x)
-        ours = ExactProducts(base).walk(x, compute_adapted_weight(weight, adapter))
+        ours = ExactProducts(base).apply_spatial(x, compute_adapted_weight(weight, adapter))
         shift = compute_adapted_bias(bias, adapter)
         ours += shift if isinstance(base, nn.Linear) else shift[:, None, None]
         assert relative(ours, there) < bar
@@ -152,7 +152,7 @@ def a_convolution(library: ModuleType, **attributes: object) -> tuple[nn.Module,
 
 
 def change_in(base: nn.Conv2d, adapter: SiteAdapter, x: Tensor) -> Tensor:
-    return ExactProducts(base).walk(x, compute_weight_delta(base.weight.detach(), adapter))
+    return ExactProducts(base).apply_spatial(x, compute_weight_delta(base.weight.detach(), adapter))
 
 
 @torch.no_grad()

@@ -17,9 +17,9 @@ from finitune.files.tensorfile import TensorEntry, TensorFile
 from finitune.models.sites import AdapterSites, ComponentSites, ModulePlace, make_single_site_places
 from finitune.models.spec import ModelSpec
 from finitune.namings.core import ParsedAdapter
+from finitune.namings.keys import ADAPTER_SUFFIXES
 from finitune.namings.read import read_adapter
 from finitune.namings.resolve import Resolver
-from finitune.namings.suffixes import ADAPTER_SUFFIXES
 from finitune.report import Level
 from tests.adapter_files import TOY, codes, delta, finding, lora, model, noise, read_back
 

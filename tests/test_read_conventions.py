@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
+from finitune.adapters.core import AmbiguityOptions
 from finitune.adapters.weight import compute_weight_delta
-from finitune.namings.core import AmbiguityOptions
 from finitune.namings.tensor_reader import DeferredTensors
 from finitune.report import Level
 from tests.adapter_files import codes, delta, finding, lora, model, noise, read_back

@@ -14,9 +14,9 @@ from finitune.models import MODEL_FAMILIES
 from finitune.models.sites import ComponentSites, ModulePlace, make_single_site_places
 from finitune.namings.core import SiteTarget
 from finitune.namings.identify import NameParser
+from finitune.namings.keys import ADAPTER_SUFFIXES, find_suffix, split_adapter_key
 from finitune.namings.resolve import Resolver
 from finitune.namings.spellings import SPELLINGS, get_spelling
-from finitune.namings.suffixes import ADAPTER_SUFFIXES, find_suffix, split_adapter_key
 
 NUMBERS = {"{i}": "11", "{j}": "1", "{k}": "0"}
 
@@ -277,7 +277,7 @@ def test_what_no_suffix_ends_is_nobodys(key):  # MRG-01
 
 def test_every_role_of_every_algorithm_can_be_written():
     for algorithm in ADAPTER_ALGORITHMS:
-        for role in {*algorithm.required, *algorithm.optional, "diff_b"}:
+        for role in {*algorithm.roles_where(shared_key=""), "diff_b"}:
             suffix = find_suffix(role, algorithm.name, ("kohya", "peft", "comfy"))
             assert suffix is not None, (algorithm.name, role)
             assert split_adapter_key(f"m{suffix.text}") == ("m", suffix)

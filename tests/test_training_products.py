@@ -131,8 +131,8 @@ def test_gradients_by_the_factors_are_those_of_the_change(kind: str, count: int,
     delta = algorithm.delta(wide, base.weight.double())
     wanted = torch.autograd.grad(x @ delta.t(), list(wide.tensors.values()), grad)
     with torch.no_grad():
-        found = algorithm.pull(wide, x, grad)
-        added = algorithm.onto(wide, base.weight.double(), 0.3)
+        found = algorithm.factor_gradients(wide, x, grad)
+        added = algorithm.merged_weight(wide, base.weight.double(), 0.3)
     assert found is not None and found.keys() == wide.tensors.keys()
     for role, expected in zip(wide.tensors, wanted, strict=True):
         assert found[role].shape == expected.shape and relative(found[role], expected) < 1e-12

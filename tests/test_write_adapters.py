@@ -15,18 +15,19 @@ from hypothesis import strategies as st
 
 from finitune.adapters import ADAPTER_ALGORITHMS, find_algorithm
 from finitune.adapters.convert import Exactness
-from finitune.adapters.core import AdapterSet, Magnitude, SiteAdapter, Target
+from finitune.adapters.core import AdapterSet, AmbiguityOptions, Magnitude, SiteAdapter, Target
 from finitune.adapters.difference import compute_change_error
+from finitune.adapters.lora import LoRA
 from finitune.adapters.narrow import narrow_adapter
 from finitune.errors import AdapterError, NumericsError, UsageError
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors, write_text
 from finitune.models import MODEL_FAMILIES
-from finitune.namings.core import AmbiguityOptions, ParsedAdapter
-from finitune.namings.fuse import fuse_site_adapters, swap_site_adapter_halves
-from finitune.namings.peft_config import build_lora_config
+from finitune.namings.core import ParsedAdapter
+from finitune.namings.fused import fuse_site_adapters, swap_site_adapter_halves
 from finitune.namings.read import read_adapter
-from finitune.namings.write import WRITABLE_SPELLINGS, AdapterFileContent, write_adapter
+from finitune.namings.spellings import WRITABLE_SPELLINGS
+from finitune.namings.write import AdapterFileContent, write_adapter
 
 FAMILIES = {family.name: family for family in MODEL_FAMILIES}
 ANIMA, FLUX, SDXL = FAMILIES["anima"], FAMILIES["flux"], FAMILIES["sdxl"]
@@ -154,7 +155,7 @@ def test_an_alpha_that_programs_read_differently_is_folded_in(alpha, tmp_path):
 
 def test_mixed_rules_of_scale_become_one():
     plain, root = random_site("lora", (6, 4)), replace(random_site("lora", (6, 4)), rank_stabilised=True)
-    config = build_lora_config({"a": plain, "b": root, "c": plain}, ANIMA)
+    config = LoRA().peft_config({"a": plain, "b": root, "c": plain})
     assert config["use_rslora"] is False
     assert config["lora_alpha"] == 3.0
     assert config["alpha_pattern"] == {"^b": pytest.approx(3 * math.sqrt(2))}

@@ -1,17 +1,21 @@
-"""The algebra of adapters: one file and one line for each algorithm. Nothing here knows a file's naming or a model."""
+"""The algebra of adapters: one file and one line for each algorithm, which owns all that is known of it.
 
+Nothing here knows a model, or how a file names its modules.
+"""
+
+from finitune.adapters.algorithm import AdapterAlgorithm, AdapterForm
 from finitune.adapters.boft import BOFT
-from finitune.adapters.core import AdapterAlgorithm, AdapterSet, Magnitude, SiteAdapter, Target
-from finitune.adapters.full import Full
+from finitune.adapters.core import AdapterSet, Magnitude, SiteAdapter, Target
+from finitune.adapters.full import Full, Norm, SetWeight
 from finitune.adapters.glora import GLoRA
 from finitune.adapters.ia3 import IA3
 from finitune.adapters.loha import LoHa
 from finitune.adapters.lokr import LoKr
 from finitune.adapters.lora import LoRA
-from finitune.adapters.norm import Norm
 from finitune.adapters.oft import OFT
 from finitune.adapters.oft_v2 import OFTv2
-from finitune.adapters.set_weight import SetWeight
+from finitune.adapters.tlora import TLoRA
+from finitune.adapters.vera import VeRA
 from finitune.errors import AdapterError, suggest_nearest_name
 
 ADAPTER_ALGORITHMS: tuple[AdapterAlgorithm, ...] = (
@@ -26,7 +30,10 @@ ADAPTER_ALGORITHMS: tuple[AdapterAlgorithm, ...] = (
     OFT(),
     BOFT(),
     OFTv2(),
+    VeRA(),
 )
+ADAPTER_FORMS: tuple[AdapterForm, ...] = (*ADAPTER_ALGORITHMS, TLoRA())
+"""What files may have: the algorithms, and what is read as one of them."""
 
 
 def find_algorithm(name: str) -> AdapterAlgorithm:
@@ -43,12 +50,34 @@ def find_algorithm(name: str) -> AdapterAlgorithm:
     )
 
 
+def find_form(name: str) -> AdapterForm:
+    """The form of a name; raises KeyError for one that there is not."""
+    return {form.name: form for form in ADAPTER_FORMS}[name]
+
+
+def find_form_by_field_name(name: str) -> AdapterForm | None:
+    """What trainers and their configurations call so, in any case; None for what we do not know."""
+    return next((form for form in ADAPTER_FORMS if name.lower() in form.field_names), None)
+
+
+def list_algorithms(**traits: object) -> tuple[str, ...]:
+    """The names of the algorithms that have all of these traits."""
+    return tuple(
+        one.name for one in ADAPTER_ALGORITHMS if all(getattr(one, trait) == value for trait, value in traits.items())
+    )
+
+
 __all__ = [
     "ADAPTER_ALGORITHMS",
+    "ADAPTER_FORMS",
     "AdapterAlgorithm",
+    "AdapterForm",
     "AdapterSet",
     "Magnitude",
     "SiteAdapter",
     "Target",
     "find_algorithm",
+    "find_form",
+    "find_form_by_field_name",
+    "list_algorithms",
 ]

@@ -7,11 +7,30 @@ Strength is ours, W + m * (W(1) - W): LyCORIS blends every stage with I, which i
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Shape, SiteAdapter, Target, get_factor_shapes, make_shapes_error
-from finitune.adapters.oft import OFT, count_turned_outputs
+from finitune.adapters.algorithm import AdapterForm
+from finitune.adapters.core import (
+    ALGORITHM_LOADS,
+    LORA_CONVERTER_ONLY,
+    SD_SCRIPTS_LACKS_ALGORITHM,
+    AdapterProgram,
+    FactorRole,
+    KeySuffix,
+    ProgramSupport,
+    RolesByName,
+    Shape,
+    SiteAdapter,
+    SupportByProgram,
+    Target,
+    get_factor_shapes,
+    make_shapes_error,
+)
+from finitune.adapters.oft import COMFY_ROTATIONS, FORGE_LACKS_ROTATIONS, OFT, count_turned_outputs
 from finitune.adapters.rotation import (
     apply_rescale,
     choose_block_size,
@@ -29,7 +48,28 @@ class BOFT(OFT):
 
     name = "boft"
     title = "BOFT"
-    settings = ("constraint",)
+    roles: ClassVar[RolesByName] = {"blocks": FactorRole(), "rescale": FactorRole(optional=True)}
+    options = ("constraint",)
+    lycoris_algo = "boft"
+    field_names = ("boft",)
+    suffixes = (KeySuffix(".oft_blocks", "blocks", ("kohya",)), KeySuffix(".rescale", "rescale", ("kohya",)))
+    programs: ClassVar[SupportByProgram] = {
+        "diffusers": LORA_CONVERTER_ONLY,
+        "ComfyUI": COMFY_ROTATIONS,
+        "A1111": ALGORITHM_LOADS,
+        "Forge": FORGE_LACKS_ROTATIONS,
+        "sd-scripts": SD_SCRIPTS_LACKS_ALGORITHM,
+    }
+
+    def support(self, program: AdapterProgram, adapters: Sequence[SiteAdapter], family: str) -> ProgramSupport:
+        return AdapterForm.support(self, program, adapters, family)
+
+    def has_shapes(self, shapes: Mapping[str, Shape]) -> bool:
+        return len(shapes.get("blocks", ())) == 4
+
+    def count_rows(self, adapter: SiteAdapter) -> int | None:
+        """Not told: a butterfly mixes rows from far apart, so that no rows of it are an adapter."""
+        return None
 
     def shape(self, adapter: SiteAdapter) -> Shape | None:
         blocks = get_factor_shapes(adapter)["blocks"]

@@ -1,4 +1,4 @@
-"""An adapter free of any file's naming, and what every algorithm must say about itself.
+"""An adapter free of any file's naming, the facts that algorithms state of themselves, and the errors of both.
 
 One rule for strength, for every algorithm: W(m) = W + m * (W(1) - W). So m = 0 is the base bit for bit and m = 1 is
 what was trained. For the additive algorithms that is W + m * dW; for the others it is the straight line between the
@@ -7,17 +7,18 @@ two weights (as ComfyUI blends DoRA), not a strength applied somewhere inside of
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
+import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Protocol
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
-from finitune.adapters.dropout import Dropout
 from finitune.errors import AdapterError
+
+if TYPE_CHECKING:
+    from finitune.adapters.algorithm import AdapterAlgorithm
 
 Shape = tuple[int, ...]
 TensorsByRole = Mapping[str, Tensor]
@@ -92,144 +93,129 @@ class Target:
     rank: int = 4
     alpha: float | None = None
     options: Mapping[str, float | bool | str] = field(default_factory=dict)
+    shared: TensorsByRole = field(default_factory=dict)
+    """What `draw_shared` drew for all adapters together."""
 
     @property
     def shape(self) -> Shape:
         return tuple(self.weight.shape)
 
 
-class AdapterProducts(Protocol):
-    """The products that a layer offers to its adapter: x is fp16 or fp32, results are fp32.
+SuffixDialect = Literal["kohya", "peft", "genmo", "diffusers-old", "xlabs", "ai-toolkit", "comfy", "bfl", "cloneofsimo"]
+AdapterProgram = Literal["diffusers", "PEFT", "ComfyUI", "A1111", "Forge", "sd-scripts"]
+RankMeaning = Literal["factors", "at most", "block size", "nothing"]
+"""What a rank is: that of the factors however large it is; that, or full factors where these are smaller; the size of
+blocks that turn."""
+AlphaMeaning = Literal["scale", "constraint", "nothing"]
+"""What an alpha in a file is: the numerator of the scale, or the bound of a rotation."""
 
-    `channels` is the axis of x that holds the channels: -1 for a Linear, 1 for a convolution.
+
+@dataclass(frozen=True)
+class FactorRole:
+    """What one tensor of an algorithm is to the others.
+
+    `row_axis`: along which axis it has the rows of the weight, or whole blocks of them. `scaled`: multiplying all such
+    roles by a number multiplies the change by it. `up`: LoRA+ (Hayou et al. 2024, arXiv 2402.12354)
+    gives it a larger rate, as sd-scripts does (lora_up, hada_w2_a, lokr_w1). `core`: a Tucker core. `trained`
+    is False for what stays as it was drawn. `shared_key` is the key of the one tensor that all modules of a file have.
     """
 
-    groups: int
-    channels: int
-
-    def walk(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The layer's own map with another weight (n, in, *kernel): for a convolution, its stride and padding.
-
-        Kernel axes of length 1 may be missing from that weight, or be there for a Linear.
-        """
-        ...
-
-    def mix(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Channels alone: x (..., c) of a Linear or (N, c, ...) of a convolution by weight (n, c)."""
-        ...
+    optional: bool = False
+    row_axis: int | None = None
+    scaled: bool = False
+    up: bool = False
+    core: bool = False
+    trained: bool = True
+    shared_key: str = ""
 
 
-class AdapterAlgorithm(ABC):
-    """One way to adapt a weight. `base` is fp32 or fp64 and decides the arithmetic; results have its dtype and shape.
+class LoadVerdict(str, Enum):
+    """Whether a program loads a thing, refuses or ignores (part of) it, or draws something else than was trained."""
 
-    Implementations hold no state: everything is in the SiteAdapter.
+    YES = "yes"
+    NO = "no"
+    WRONG = "wrong"
+    UNKNOWN = "not known"
+
+
+@dataclass(frozen=True)
+class ProgramSupport:
+    """What a program makes of an algorithm, and why; in the `families` named it loads all the same."""
+
+    verdict: LoadVerdict
+    reason: str = ""
+    families: tuple[str, ...] = ()
+
+
+RolesByName = Mapping[str, FactorRole]
+SupportByProgram = Mapping[AdapterProgram, ProgramSupport]
+ALGORITHM_LOADS = ProgramSupport(LoadVerdict.YES)
+ALGORITHM_NOT_KNOWN = ProgramSupport(LoadVerdict.UNKNOWN, "whether it has this algorithm was not tried")
+PROGRAM_LACKS_ALGORITHM = ProgramSupport(LoadVerdict.NO, "it has no such adapter")
+LORA_CONVERTER_ONLY = ProgramSupport(LoadVerdict.NO, "its converter knows LoRA alone: convert with --as lora")
+SD_SCRIPTS_LACKS_ALGORITHM = ProgramSupport(LoadVerdict.NO, "it has none such")
+
+
+@dataclass(frozen=True)
+class KeySuffix:
+    """One way to spell a role: the `text` behind the module's name, with its dot.
+
+    `algorithms` may have the role, all where empty. `inner` ends the module's name where the key leaves that out
+    (".processor.to_q_lora.up.weight" belongs to ".to_q"). `named`: PEFT's name of the adapter may stand behind the
+    first word (".lora_A.default.weight"). `written` is False for what we read and other programs would not.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str]
-    """As the field writes it, for people."""
-    additive: ClassVar[bool] = True
-    """Whether W(1) - W does not depend on W."""
-    required: ClassVar[frozenset[str]]
-    """Roles that must be there."""
-    optional: ClassVar[frozenset[str]] = frozenset()
-    """Roles that may be there, beside `diff_b`."""
-    flat_kernel: ClassVar[bool] = False
-    """Whether the shape's second axis may hold the kernel, too."""
-    drops_inside: ClassVar[bool] = False
-    """Whether dropout falls on what is between its factors, and not on the input and the outputs of its change."""
+    text: str
+    role: str
+    dialects: tuple[SuffixDialect, ...]
+    inner: str = ""
+    named: bool = False
+    written: bool = True
+    algorithms: tuple[str, ...] = ()
 
-    @abstractmethod
-    def shape(self, adapter: SiteAdapter) -> Shape | None:
-        """The weight's shape as the tensors imply it (1x1 kernels may be left out), or None where they cannot tell.
+    def pattern(self, group: str = "?:") -> str:
+        """The suffix as a regular expression; the adapter's name and its dot are in a `group`."""
+        head, dot, tail = self.text[1:].partition(".")
+        name = rf"({group}\.(?!weight$|bias$)[\w-]+)?" if self.named else ""
+        return re.escape(self.text[0] + head) + name + re.escape(dot + tail)
 
-        Raises AdapterError (ADAPTER-SHAPES) where the tensors contradict each other.
-        """
+    def name_in(self, key: str) -> str:
+        """PEFT's name of the adapter in a key that this suffix ends ("default"); '' where there is none."""
+        found = re.search(f"{self.pattern('?P<name>')}$", key) if self.named else None
+        return (found["name"] or "").removeprefix(".") if found else ""
 
-    @abstractmethod
-    def init(self, target: Target, generator: torch.Generator) -> SiteAdapter:
-        """A new adapter in fp32 that changes nothing yet: weight(base) is the base bit for bit."""
 
-    @abstractmethod
-    def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
-        """W(1) - W, scale included, magnitude left out; in the dtype and shape of `base`."""
+def spell_in_kohya_and_peft(stem: str, *roles: str) -> Iterator[KeySuffix]:
+    """Roles that kohya's programs and PEFT spell alike, behind a stem."""
+    yield from (KeySuffix(f".{stem}_{role}", role, ("kohya", "peft"), named=True) for role in roles)
 
-    def rank(self, adapter: SiteAdapter) -> int | None:
-        """The number that alpha is divided by; None where the algorithm has none, and the scale is 1."""
-        return None
 
-    def scale(self, adapter: SiteAdapter) -> float:
-        """alpha / rank, or alpha / sqrt(rank), in fp64; 1 where no alpha was stated or there is no rank."""
-        rank = self.rank(adapter)
-        if adapter.alpha is None or rank is None:
-            return 1.0
-        return adapter.alpha / (math.sqrt(rank) if adapter.rank_stabilised else rank)
+@dataclass(frozen=True)
+class AmbiguityOptions:
+    """What only a person can tell where a file does not: see the findings that ask.
 
-    def bias_delta(self, adapter: SiteAdapter, bias: Tensor | None) -> Tensor | None:
-        """b(1) - b for the base's bias (None where the base has none), or None where the bias stays."""
-        return adapter.tensors.get("diff_b")
+    They are ADAPTER-UNDECIDED, ADAPTER-ALPHA and ADAPTER-SCALE-UNKNOWN. `dora_side` is the side of magnitudes whose
+    shape fits both, `glora_order` that of the factors of a square weight (the "old" is of 2023), `zero_alpha` what
+    alpha 0 means, `scale` the scale (alpha / rank) of modules for which nothing states one.
+    """
 
-    def forward(
-        self,
-        adapter: SiteAdapter,
-        x: Tensor,
-        products: AdapterProducts,
-        factor: float = 1.0,
-        dropping: Dropout | None = None,
-    ) -> Tensor | None:
-        """factor * (x through W(1) - W) by products with the factors alone, magnitude left out, in fp32.
+    dora_side: Literal["out", "in"] | None = None
+    glora_order: Literal["new", "old"] | None = None
+    zero_alpha: Literal["rank", "zero"] | None = None
+    scale: float | None = None
 
-        None where there is no cheaper way. `dropping` is for those that drop inside.
-        """
-        return None
 
-    def onto(self, adapter: SiteAdapter, base: Tensor, factor: float) -> Tensor:
-        """W + factor * (W(1) - W), magnitude left out, for a Linear's weight that it is known to fit; a new tensor."""
-        return torch.add(base, self.delta(adapter, base), alpha=factor)
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file says beside the tensors of one module.
 
-    def pull(self, adapter: SiteAdapter, x: Tensor, grad: Tensor) -> Mapping[str, Tensor] | None:
-        """The gradients, by role, of the sum of grad * (x through W(1) - W), magnitude left out, by the factors alone.
+    `shape` is the model's weight there where it is known, `config` PEFT's configuration, `convention` what the
+    algorithm found out by looking at all of the file's modules (`detect_convention`).
+    """
 
-        `x` is (rows, in) and `grad` (rows, out) of a Linear, in fp32 or fp64. None where grad.T @ x is no dearer.
-        """
-        return None
-
-    def row_norms(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
-        """The Euclidean norms (out) of the rows of W + dW, kernels included, in the dtype of `base`."""
-        return torch.linalg.vector_norm((base + self.delta(adapter, base)).flatten(1), dim=1)
-
-    def missing(self, present: Set[str]) -> Set[str]:
-        """The roles that must join those present."""
-        return self.required - present
-
-    def extra(self, present: Set[str]) -> Set[str]:
-        """The roles that must not be among those present."""
-        return present - self.required - self.optional - {"diff_b"}
-
-    def check(self, adapter: SiteAdapter, shape: Shape | None = None) -> None:
-        """Raise AdapterError for missing or surplus roles, and for shapes that fit neither each other nor `shape`."""
-        present = set(adapter.tensors)
-        missing, extra = self.missing(present), self.extra(present)
-        if missing or extra:
-            raise make_roles_error(self, present, missing, extra)
-        implied = self.shape(adapter)
-        if implied is not None and shape is not None and not self.fits(adapter, implied, shape):
-            raise make_misfit_error(f"{self.title} factors make a weight of", implied, shape)
-        bias = adapter.tensors.get("diff_b")
-        if bias is not None and shape is not None and tuple(bias.shape) != shape[:1]:
-            raise make_misfit_error("there is a change for a bias of", tuple(bias.shape), shape[:1])
-
-    def fits(self, adapter: SiteAdapter, implied: Shape, shape: Shape) -> bool:
-        """Whether a weight of the implied shape can be added to one of `shape`."""
-        if self.flat_kernel and len(implied) == 2:
-            shape = (shape[0], math.prod(shape[1:]))
-        elif self.widens(adapter) and len(implied) > 1 and implied[1] >= shape[1]:
-            shape = (shape[0], implied[1], *shape[2:])
-        return is_same_weight_shape(implied, shape)
-
-    def widens(self, adapter: SiteAdapter) -> bool:
-        """Whether its weight may have more inputs than the model's."""
-        return bool(adapter.options.get("reshape")) and not self.flat_kernel
+    shape: Shape | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    convention: str = ""
 
 
 def is_same_weight_shape(a: Shape, b: Shape) -> bool:
@@ -294,4 +280,38 @@ def make_not_additive_error(algorithm: AdapterAlgorithm) -> AdapterError:
         code="ADAPTER-DORA",
         evidence={"algorithm": algorithm.name},
         remedy="Drop the magnitude if it was written by mistake, or export the adapter again.",
+    )
+
+
+def make_damaged_adapter_error(why: str, **evidence: object) -> AdapterError:
+    """The error for tensors of a file that contradict each other."""
+    return AdapterError(why, code="ADAPTER-SHAPES", evidence=evidence, remedy="The file is damaged. Export it again.")
+
+
+def make_no_adapter_error(roles: Set[str], why: str) -> AdapterError:
+    """The error for tensors that are no adapter."""
+    return AdapterError(
+        f"this is no adapter: {why}",
+        code="ADAPTER-ROLES",
+        evidence={"roles": sorted(roles)},
+        remedy="The file is incomplete, or no adapter. Export it again.",
+    )
+
+
+def read_single_number(tensor: Tensor, role: str) -> float:
+    """The number in a tensor of one element, in fp64; raises AdapterError for another count."""
+    if tensor.numel() != 1:
+        raise make_damaged_adapter_error(
+            f"{role} has {tensor.numel()} elements; it is one number", shape=list(tensor.shape)
+        )
+    return float(tensor.double())
+
+
+def make_undecided_shape_error(what: str, tensors: str, shape: Shape, remedy: str) -> AdapterError:
+    """The error for a convention that nothing in the file decides."""
+    return AdapterError(
+        f"the shape of {tensors} does not tell {what}",
+        code="ADAPTER-UNDECIDED",
+        evidence={"shape": list(shape)},
+        remedy=remedy,
     )

@@ -8,13 +8,9 @@ import torch
 from torch import Tensor
 
 from finitune.adapters import find_algorithm
-from finitune.adapters.convert import to_lora_matrices
 from finitune.adapters.core import Magnitude, SiteAdapter
-
-
-def is_plain_lora(adapter: SiteAdapter) -> bool:
-    """Whether the change is a product of two matrices as stored."""
-    return adapter.algorithm == "lora" and "mid" not in adapter.tensors
+from finitune.adapters.health import is_zero_adapter
+from finitune.adapters.lora import LoRA, is_plain_lora, to_lora_matrices
 
 
 def compute_change_error(adapter: SiteAdapter | None, reference: SiteAdapter | None) -> float:
@@ -30,7 +26,7 @@ def compute_change_error(adapter: SiteAdapter | None, reference: SiteAdapter | N
     errors = [compute_bias_error(adapter, reference), compute_magnitude_error(adapter.magnitude, reference.magnitude)]
     if is_plain_lora(adapter) and is_plain_lora(reference):
         errors.append(compute_product_error(adapter, reference))
-    elif a.additive and b.additive:
+    elif a.additive and b.additive and has_known_change(adapter) and has_known_change(reference):
         errors.append(
             0.0
             if is_identical_adapter(adapter, reference)
@@ -62,7 +58,7 @@ def compute_product_error(adapter: SiteAdapter, reference: SiteAdapter) -> float
     (u, d), (v, e) = to_lora_matrices(adapter), to_lora_matrices(reference)
     if (u.shape[0], d.shape[1]) != (v.shape[0], e.shape[1]):
         return math.inf
-    s, t = (find_algorithm("lora").scale(one) for one in (adapter, reference))
+    s, t = (LoRA().scale(one) for one in (adapter, reference))
     if u.shape == v.shape and torch.equal(d, e) and torch.equal(s * u, t * v):
         return 0.0
     norm = compute_product_norm(t * v, e)
@@ -113,5 +109,13 @@ def is_zero_change(adapter: SiteAdapter) -> bool:
     """Whether an additive adapter without magnitudes is all zeros."""
     if adapter.magnitude is not None or not find_algorithm(adapter.algorithm).additive:
         return False
+    if not has_known_change(adapter):
+        return is_zero_adapter(adapter)
     bias = find_algorithm(adapter.algorithm).bias_delta(adapter, None)
     return not bool(compute_dense_change(adapter).any()) and (bias is None or not bool(bias.any()))
+
+
+def has_known_change(adapter: SiteAdapter) -> bool:
+    """Whether the tensors alone make the change of the weight: not where they are for weights of several sizes."""
+    only_bias = not adapter.tensors.keys() - {"diff_b"}
+    return only_bias or find_algorithm(adapter.algorithm).shape(adapter) is not None

@@ -12,7 +12,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import Magnitude, make_magnitude_error
+from finitune.adapters.core import KeySuffix, Magnitude, make_magnitude_error
+
+MAGNITUDE_SUFFIXES = (
+    KeySuffix(".dora_scale", "magnitude", ("kohya",)),
+    KeySuffix(".lora_magnitude_vector.weight", "magnitude", ("peft",), named=True),
+    KeySuffix(".lora_magnitude_vector", "magnitude", ("peft",), named=True),
+    KeySuffix(".magnitude", "magnitude", ("ai-toolkit",)),
+)
 
 
 def compute_dora_delta(base: Tensor, additive: Tensor, magnitude: Magnitude) -> Tensor:

@@ -7,10 +7,32 @@ leaves the bias alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import AdapterAlgorithm, Shape, SiteAdapter, Target, make_misfit_error
+from finitune.adapters.algorithm import AdapterAlgorithm
+from finitune.adapters.core import (
+    ALGORITHM_LOADS,
+    LORA_CONVERTER_ONLY,
+    SD_SCRIPTS_LACKS_ALGORITHM,
+    FactorRole,
+    FileFacts,
+    KeySuffix,
+    LoadVerdict,
+    ProgramSupport,
+    RolesByName,
+    Shape,
+    SiteAdapter,
+    SupportByProgram,
+    Target,
+    make_misfit_error,
+    make_no_adapter_error,
+    make_undecided_shape_error,
+    read_single_number,
+)
 
 
 class IA3(AdapterAlgorithm):
@@ -21,8 +43,26 @@ class IA3(AdapterAlgorithm):
 
     name = "ia3"
     title = "IA3"
-    additive = False
-    required = frozenset({"weight"})
+    additive = rowwise = factored = False
+    trainable = True
+    roles: ClassVar[RolesByName] = {"weight": FactorRole()}
+    terms = (frozenset({"weight"}),)
+    rank_means, alpha_means = "nothing", "nothing"
+    options = ("on_input", "groups")
+    lycoris_algo = "ia3"
+    field_names = ("ia3",)
+    suffixes = (
+        KeySuffix(".weight", "weight", ("kohya",)),
+        KeySuffix(".on_input", "on_input", ("kohya",)),
+        KeySuffix(".ia3_l", "factor", ("peft",), named=True),  # 1 + w
+    )
+    programs: ClassVar[SupportByProgram] = {
+        "diffusers": LORA_CONVERTER_ONLY,
+        **dict.fromkeys(("PEFT", "A1111"), ALGORITHM_LOADS),
+        "ComfyUI": ProgramSupport(LoadVerdict.NO, "it has no such adapter; only its log says so (#6381)"),
+        "Forge": ProgramSupport(LoadVerdict.NO, "it has no such adapter (#1395)"),
+        "sd-scripts": SD_SCRIPTS_LACKS_ALGORITHM,
+    }
 
     def shape(self, adapter: SiteAdapter) -> Shape | None:
         return None
@@ -56,6 +96,45 @@ class IA3(AdapterAlgorithm):
             return plain
         change = bias * adapter.tensors["weight"].to(bias.dtype).flatten()
         return change if plain is None else change + plain
+
+    def acts_on_inputs(self, adapter: SiteAdapter) -> bool:
+        return bool(adapter.options.get("on_input"))
+
+    def count_rows(self, adapter: SiteAdapter) -> int | None:
+        return super().count_rows(adapter) if self.acts_on_inputs(adapter) else adapter.tensors["weight"].numel()
+
+    def row_axes(self, adapter: SiteAdapter) -> dict[str, int]:
+        weight = adapter.tensors["weight"]
+        if self.acts_on_inputs(adapter):
+            return {}
+        return {"weight": max(range(weight.ndim), key=lambda axis: weight.shape[axis])}
+
+    def can_stack(self, parts: Sequence[SiteAdapter | None]) -> bool:
+        return False
+
+    def linear_inputs(self, shapes: Mapping[str, Shape]) -> int | None:
+        return None
+
+    def from_file(self, tensors: dict[str, Tensor], facts: FileFacts) -> SiteAdapter:
+        """As LyCORIS has it, 1 + w, and as PEFT, which stores the factor itself, (out, 1) or (1, in)."""
+        factor = tensors.get("factor")
+        if factor is None and "on_input" not in tensors:
+            raise make_no_adapter_error(tensors.keys(), "it is a whole weight, as models have, and no change of one")
+        if factor is None:
+            on_input = bool(read_single_number(tensors.pop("on_input"), "on_input"))
+            return SiteAdapter(self.name, tensors, options={"on_input": on_input})
+        axes = (("out", 0), ("in", 1))
+        sides = {side for side, axis in axes if facts.shape and factor.numel() == facts.shape[axis]}
+        if factor.ndim == 2:
+            sides = {"out"} if factor.shape[1] == 1 else {"in"}
+        if len(sides) != 1:
+            raise make_undecided_shape_error(
+                "whether it is on the inputs or the outputs", "IA3 factors", tuple(factor.shape), "Name the model."
+            )
+        return SiteAdapter(self.name, {"weight": (factor.double() - 1).float()}, options={"on_input": sides == {"in"}})
+
+    def to_file(self, adapter: SiteAdapter) -> dict[str, Tensor]:
+        return {"on_input": torch.tensor(self.acts_on_inputs(adapter))}
 
 
 def get_conv_groups(adapter: SiteAdapter) -> int:

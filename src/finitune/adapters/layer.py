@@ -23,7 +23,13 @@ from finitune.adapters import find_algorithm
 from finitune.adapters.core import SiteAdapter
 from finitune.adapters.dropout import Dropout
 from finitune.adapters.merged_linear import apply_adapted_linear, find_single_adapter
-from finitune.adapters.modules import AdapterModule, AdapterModuleList, make_adapter_state_error, sum_bias_changes
+from finitune.adapters.modules import (
+    AdapterModule,
+    AdapterModuleList,
+    SharedCopies,
+    make_adapter_state_error,
+    sum_bias_changes,
+)
 from finitune.adapters.weight import WeightedAdapter, combine_adapted_weight, compute_weight_delta
 from finitune.errors import AdapterError, suggest_nearest_name
 
@@ -44,6 +50,7 @@ class AdaptedLayer(nn.Module):
         adapters: Sequence[WeightedAdapter],
         trainable: bool = False,
         dropout: Dropout = NO_DROPOUT,
+        shared: SharedCopies | None = None,
     ):
         super().__init__()
         require_adaptable_layer(base)
@@ -51,7 +58,7 @@ class AdaptedLayer(nn.Module):
         for adapter, _ in adapters:
             require_layer_fit(adapter, base)
         self.base = base
-        held = [AdapterModule(adapter, strength, trainable, weight.device) for adapter, strength in adapters]
+        held = [AdapterModule(adapter, strength, trainable, weight.device, shared) for adapter, strength in adapters]
         self.held = AdapterModuleList(held, dropout)
         self.train(base.training)
 
@@ -164,9 +171,17 @@ class AttachedAdapters:
     def adapters(self) -> dict[str, SiteAdapter]:
         """Copies of the adapters as they stand, by module: on the CPU, in fp32.
 
-        Raises AdapterError (ADAPTER-STATE) where a layer has several.
+        What all modules share is one copy. Raises AdapterError (ADAPTER-STATE) where a layer has several.
         """
-        return {module: held.over(copy_to_cpu) for module, held in self.single().items()}
+        copies: dict[int, Tensor] = {}
+
+        def copy_once(tensor: Tensor) -> Tensor:
+            if id(tensor) not in copies:
+                dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+                copies[id(tensor)] = tensor.detach().to("cpu", dtype, copy=True)
+            return copies[id(tensor)]
+
+        return {module: held.over(copy_once) for module, held in self.single().items()}
 
     def load(self, adapters: Mapping[str, SiteAdapter]) -> None:
         """Copy tensors into the live ones, in place, for exactly the modules that are attached.
@@ -215,11 +230,6 @@ class AttachedAdapters:
         return self.root
 
 
-def copy_to_cpu(tensor: Tensor) -> Tensor:
-    """A copy on the CPU, in fp32 where it is floating."""
-    return tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
-
-
 def attach_adapters(
     root: nn.Module,
     adapters: Mapping[str, SiteAdapter | Sequence[WeightedAdapter]],
@@ -235,11 +245,12 @@ def attach_adapters(
     """
     known = dict(root.named_modules())
     layers: dict[str, AdaptedLayer] = {}
+    shared: SharedCopies = {}
     for name, given in adapters.items():
         layer = require_known_module(root, known, name)
         pairs = [(given, 1.0)] if isinstance(given, SiteAdapter) else given
         try:
-            layers[name] = AdaptedLayer(layer, [(a, strength * own) for a, own in pairs], trainable, dropout)
+            layers[name] = AdaptedLayer(layer, [(a, strength * own) for a, own in pairs], trainable, dropout, shared)
         except AdapterError as error:
             error.subject = error.subject or name
             raise

@@ -8,20 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from finitune.adapters.algorithm import AdapterAlgorithm
 from finitune.adapters.core import (
-    AdapterAlgorithm,
+    ALGORITHM_LOADS,
+    LORA_CONVERTER_ONLY,
+    FactorRole,
+    RolesByName,
     Shape,
     SiteAdapter,
+    SupportByProgram,
     Target,
     TensorsByRole,
     get_factor_shapes,
     make_shapes_error,
+    spell_in_kohya_and_peft,
 )
 from finitune.adapters.lora import rebuild_tucker_weight
+from finitune.adapters.lowrank import TruncatedFactors, bound_product, truncate_factors
 
 FACTOR_NUMBERS = ("1", "2")
 
@@ -33,9 +41,26 @@ class LoHa(AdapterAlgorithm):
 
     name = "loha"
     title = "LoHa"
-    required = frozenset({"w1_a", "w1_b", "w2_a", "w2_b"})
-    optional = frozenset({"t1", "t2"})
-    flat_kernel = True
+    additive = rowwise = factored = trainable = flat_kernel = True
+    roles: ClassVar[RolesByName] = {
+        "w1_a": FactorRole(row_axis=0, scaled=True),
+        "w1_b": FactorRole(),
+        "w2_a": FactorRole(row_axis=0, up=True),
+        "w2_b": FactorRole(),
+        "t1": FactorRole(optional=True, core=True),
+        "t2": FactorRole(optional=True, core=True),
+    }
+    terms = (frozenset(roles),)
+    pairs = (("w1_a", "w1_b"), ("w2_a", "w2_b"))
+    rank_means, alpha_means = "factors", "scale"
+    options = ("use_tucker",)
+    kohya_network, lycoris_algo = "networks.loha", "loha"
+    field_names = ("loha",)
+    suffixes = tuple(spell_in_kohya_and_peft("hada", *roles))
+    programs: ClassVar[SupportByProgram] = {
+        "diffusers": LORA_CONVERTER_ONLY,
+        **dict.fromkeys(("PEFT", "ComfyUI", "A1111", "Forge", "sd-scripts"), ALGORITHM_LOADS),
+    }
 
     def missing(self, present: Set[str]) -> Set[str]:
         cores = {"t1", "t2"}
@@ -66,6 +91,34 @@ class LoHa(AdapterAlgorithm):
         tensors = {role: tensor.to(base.dtype) for role, tensor in adapter.tensors.items()}
         first, second = (compute_low_rank_weight(tensors, half).reshape(base.shape) for half in FACTOR_NUMBERS)
         return self.scale(adapter) * (first * second)
+
+    def row_axes(self, adapter: SiteAdapter) -> dict[str, int]:
+        cored = bool({"t1", "t2"} & adapter.tensors.keys())
+        return dict.fromkeys(super().row_axes(adapter), int(cored))
+
+    def factorize(self, adapter: SiteAdapter, shape: Shape, rank: int | None) -> TruncatedFactors:
+        """By the row-wise product of the two left factors, and the column-wise product of the right ones.
+
+        (sum_a p_oa q_ai) (sum_b u_ob v_bi) = sum_ab (p_oa u_ob) (q_ai v_bi).
+        """
+        (p, q), (u, v) = (split_half(adapter.tensors, half) for half in FACTOR_NUMBERS)
+        up = torch.einsum("o a, o b -> o a b", p, u).flatten(1)
+        down = torch.einsum("a i, b i -> a b i", q, v).flatten(0, 1)
+        return truncate_factors(self.scale(adapter) * up, down, rank=rank)
+
+    def product_bound(self, tensors: TensorsByRole) -> float | None:
+        if "t1" in tensors:
+            return math.inf
+        return bound_product(tensors["w1_a"], tensors["w1_b"]) * bound_product(tensors["w2_a"], tensors["w2_b"])
+
+
+def split_half(tensors: TensorsByRole, half: str) -> tuple[Tensor, Tensor]:
+    """fp64 (out, r) and (r, in * kernel) of one half; a core goes into the second."""
+    a, b = (tensors[f"w{half}_{side}"].double() for side in "ab")
+    core = tensors.get(f"t{half}")
+    if core is None:
+        return a, b.flatten(1)
+    return a.t(), torch.einsum("p q ..., q i -> p i ...", core.double(), b).flatten(1)
 
 
 def compute_low_rank_weight(tensors: TensorsByRole, which: str) -> Tensor:

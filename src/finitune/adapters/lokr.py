@@ -13,22 +13,39 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Set
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from finitune.adapters.algorithm import AdapterAlgorithm, AdapterProducts
 from finitune.adapters.core import (
-    AdapterAlgorithm,
-    AdapterProducts,
+    ALGORITHM_LOADS,
+    FactorRole,
+    LoadVerdict,
+    ProgramSupport,
+    RolesByName,
     Shape,
     SiteAdapter,
+    SupportByProgram,
     Target,
     TensorsByRole,
     get_factor_shapes,
     make_shapes_error,
+    spell_in_kohya_and_peft,
 )
 from finitune.adapters.dropout import Dropout
-from finitune.adapters.loha import compute_low_rank_weight, infer_low_rank_shape
+from finitune.adapters.loha import FACTOR_NUMBERS, compute_low_rank_weight, infer_low_rank_shape
+from finitune.adapters.lowrank import (
+    Spectrum,
+    TruncatedFactors,
+    bound_product,
+    require_finite_matrices,
+    truncate_factors,
+)
+
+_SINGULAR_VALUE_NOISE = 2.0**-45
+"""Singular values under this share of the largest are the rounding of fp64: of a factor of low rank, most are."""
 
 ROW_RANGE_OPTIONS = frozenset({"first_row", "rows"})
 """The options by which an adapter is only some rows of its Kronecker product."""
@@ -45,9 +62,28 @@ class LoKr(AdapterAlgorithm):
 
     name = "lokr"
     title = "LoKr"
-    required = frozenset()
-    optional = frozenset({"w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2"})
-    flat_kernel = True
+    additive = factored = trainable = flat_kernel = True
+    rowwise = False
+    roles: ClassVar[RolesByName] = {
+        "w1": FactorRole(optional=True, row_axis=0, scaled=True, up=True),
+        "w1_a": FactorRole(optional=True, row_axis=0, scaled=True, up=True),
+        **dict.fromkeys(("w1_b", "w2", "w2_a", "w2_b"), FactorRole(optional=True)),
+        "t2": FactorRole(optional=True, core=True),
+    }
+    terms = (frozenset(roles),)
+    rank_means, alpha_means = "at most", "scale"
+    options = ("factor", "full_matrix", "decompose_both", "unbalanced", "use_tucker")
+    kohya_network, lycoris_algo = "networks.lokr", "lokr"
+    field_names = ("lokr",)
+    suffixes = tuple(spell_in_kohya_and_peft("lokr", *roles))
+    programs: ClassVar[SupportByProgram] = {
+        "diffusers": ProgramSupport(
+            LoadVerdict.NO,
+            "for this model its converter knows LoRA alone: convert with --as lora",
+            families=("flux2", "z_image"),
+        ),
+        **dict.fromkeys(("PEFT", "ComfyUI", "A1111", "Forge", "sd-scripts"), ALGORITHM_LOADS),
+    }
 
     def missing(self, present: Set[str]) -> Set[str]:
         lacking: set[str] = set()
@@ -117,12 +153,12 @@ class LoKr(AdapterAlgorithm):
         for axis in (-2, -1) if m_first else (-1, -2):
             y = y.transpose(-1, axis)
             for weight in along_m if axis == -2 else along_n:
-                y = products.mix(y, weight)
+                y = products.apply_pointwise(y, weight)
             y = y.transpose(-1, axis)
         y = y.flatten(-2)[..., rows]
         return y if factor == 1 else y * factor
 
-    def pull(self, adapter: SiteAdapter, x: Tensor, grad: Tensor) -> Mapping[str, Tensor] | None:
+    def factor_gradients(self, adapter: SiteAdapter, x: Tensor, grad: Tensor) -> Mapping[str, Tensor] | None:
         """With x as (m, rows * n) and grad as (j, rows * k): d w1 = s * (grad w2) x^T, d w2 = s * grad^T (w1 x)."""
         tensors = adapter.tensors
         if "t2" in tensors or get_row_range(adapter) is not None:
@@ -137,6 +173,59 @@ class LoKr(AdapterAlgorithm):
             **split_factor_gradient(tensors, "1", scale * of_first),
             **split_factor_gradient(tensors, "2", scale * of_second),
         }
+
+    def linear_inputs(self, shapes: Mapping[str, Shape]) -> int | None:
+        unknown: Shape = ()
+        factors = [shapes.get(f"w{n}") or shapes.get(f"w{n}_b") or unknown for n in FACTOR_NUMBERS]
+        known = "t2" not in shapes and all(len(factor) >= 2 for factor in factors)
+        return math.prod(factor[1] for factor in factors) if known else None
+
+    def row_axes(self, adapter: SiteAdapter) -> dict[str, int]:
+        """None of a stretch of rows, which has the factors of the whole."""
+        return super().row_axes(adapter) if get_row_range(adapter) is None else {}
+
+    def stored_alpha(self, adapter: SiteAdapter) -> float | None:
+        """1 without a rank: LyCORIS cannot load without an alpha, and nothing is changed by it."""
+        alpha = super().stored_alpha(adapter)
+        return 1.0 if alpha is None else alpha
+
+    def factorize(self, adapter: SiteAdapter, shape: Shape, rank: int | None) -> TruncatedFactors:
+        """By the factors' own; of some rows, by those rows of the vectors on the left."""
+        (tensors, rows), scale = trim_to_row_range(adapter), self.scale(adapter)
+        if get_row_range(adapter) is None:
+            return compute_kronecker_svd(tensors, scale, rank).factors(rank, None)
+        whole = compute_kronecker_svd(tensors, scale, None)  # what is largest in some rows need not be in all of them
+        kept = max(1, int((whole.values > _SINGULAR_VALUE_NOISE * whole.values[0]).sum()))
+        return truncate_factors((whole.u[:, :kept] * whole.values[:kept])[rows], whole.vh[:kept], rank=rank)
+
+    def product_bound(self, tensors: TensorsByRole) -> float | None:
+        if "t2" in tensors:
+            return math.inf
+        halves = (f"w{which}" for which in FACTOR_NUMBERS)
+        return math.prod(
+            float(tensors[half].float().abs().max())
+            if half in tensors
+            else bound_product(tensors[f"{half}_a"], tensors[f"{half}_b"])
+            for half in halves
+        )
+
+
+def compute_kronecker_svd(tensors: TensorsByRole, scale: float, rank: int | None) -> Spectrum:
+    """The largest `rank` singular values of a LoKr's change with their vectors, in fp64, from those of its factors.
+
+    The singular values of a Kronecker product are the products of those of the factors, and so are the vectors: no
+    matrix larger than a factor is decomposed.
+    """
+    tensors = {role: tensor.double() for role, tensor in tensors.items()}
+    first, second = (compute_lokr_factor(tensors, which).flatten(1) for which in FACTOR_NUMBERS)
+    require_finite_matrices(first, second)
+    (u1, s1, vh1), (u2, s2, vh2) = (torch.linalg.svd(m, full_matrices=False) for m in (first, second))
+    values, order = torch.sort(abs(scale) * torch.outer(s1, s2).flatten(), descending=True)
+    kept = order if rank is None else order[:rank]
+    a, b = kept // len(s2), kept % len(s2)
+    u = torch.einsum("l r, k r -> l k r", u1[:, a], u2[:, b]).flatten(0, 1) * math.copysign(1, scale)
+    vh = torch.einsum("r m, r n -> r m n", vh1[a], vh2[b]).flatten(1)
+    return Spectrum(u, values[: len(kept)], vh, float(values[len(kept) :].square().sum()))
 
 
 def get_row_range(adapter: SiteAdapter) -> tuple[int, int] | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from finitune.errors import NumericsError
+from finitune.numerics.formats import FP16
 
 _MAX_EXACT_SVD_SIDE = 384
 """The shorter side up to which a dense change is decomposed exactly by default: some tenths of a second on a CPU."""
@@ -152,6 +153,25 @@ def balance_factors(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
     ratio = torch.where((left > 0) & (right > 0), right / left, 1.0)
     exponent = (torch.log2(ratio) / 2).round()
     return up * torch.exp2(exponent).to(up.dtype), down * torch.exp2(-exponent).to(down.dtype)[:, None]
+
+
+def bound_product(up: Tensor, down: Tensor) -> float:
+    """A bound on the elements of up (n, r, ...) @ down (r, ...): the cheapest that shows that fp16 holds them.
+
+    r times the largest magnitudes, or by Cauchy and Schwarz the longest row times the longest column.
+    """
+    simple = down.shape[0] * find_largest_magnitude(up) * find_largest_magnitude(down)
+    if simple < FP16.overflow_at:
+        return simple
+    rows = torch.linalg.vector_norm(up.float().flatten(1), dim=1)
+    columns = torch.linalg.vector_norm(down.float().flatten(1), dim=0)
+    return float(rows.max() * columns.max())
+
+
+def find_largest_magnitude(tensor: Tensor) -> float:
+    """The largest magnitude; NaN where the tensor holds one."""
+    low, high = torch.aminmax(tensor.float() if tensor.dtype.itemsize == 1 else tensor)
+    return max(-float(low), float(high))
 
 
 def compute_squared_norm(matrix: Tensor) -> float:

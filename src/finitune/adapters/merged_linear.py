@@ -4,9 +4,9 @@ W(m) = W + m * (W(1) - W) is made anew in every call, and once more on the way b
 rows of x do, and nothing of it is kept. In fp32 that loses no more of a change than the sum of two results does; in
 half it would, so half keeps its two products (see `held`).
 
-The gradient of the factors comes from those of a thin product where the algorithm has one (`pull`), and else from
-grad^T x through the formula of the weight. A DoRA over outputs is its undirected product times c, which is a pass over
-the outputs. Its norm is part of the gradient, as equation 5 of the paper has it: PEFT holds it constant.
+The gradient of the factors comes from those of a thin product where the algorithm has one (`factor_gradients`), and
+else from grad^T x through the formula of the weight. A DoRA over outputs is its undirected product times c, which is a
+pass over the outputs. Its norm is part of the gradient, as equation 5 of the paper has it: PEFT holds it constant.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def replace_adapter_tensors(adapter: SiteAdapter, tensors: Sequence[Tensor]) -> 
 def compute_merged_weight(weight: Tensor, adapter: SiteAdapter, strength: float) -> Tensor:
     """W + m * (W(1) - W)."""
     if adapter.magnitude is None:
-        return find_algorithm(adapter.algorithm).onto(adapter, weight, strength)
+        return find_algorithm(adapter.algorithm).merged_weight(adapter, weight, strength)
     return torch.add(weight, compute_weight_delta(weight, adapter), alpha=strength)
 
 
@@ -112,7 +112,7 @@ class _SingleProduct(torch.autograd.Function):
         x, weight, *_ = ctx.saved_tensors
         adapter, strength = ctx.adapter, ctx.strength
         grad, rows = grads[0].reshape(-1, weight.shape[0]), x.reshape(-1, weight.shape[1])
-        thin = None if adapter.magnitude else find_algorithm(adapter.algorithm).pull(adapter, rows, grad)
+        thin = None if adapter.magnitude else find_algorithm(adapter.algorithm).factor_gradients(adapter, rows, grad)
         if thin is None:
             adapted, found = compute_weight_gradients(weight, adapter, strength, grad.t() @ rows)
         else:

@@ -23,27 +23,47 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from finitune.adapters import dora, find_algorithm
-from finitune.adapters.core import SiteAdapter
+from finitune.adapters.core import FactorRole, SiteAdapter
 from finitune.adapters.dropout import Dropout
 from finitune.adapters.products import LayerProducts
 from finitune.adapters.weight import WeightedAdapter, compute_weight_delta
 from finitune.errors import AdapterError
 
 _MAGNITUDE_ROLE = "magnitude"
+_TRAINED_ROLE = FactorRole()
+SharedCopies = dict[tuple[int, torch.device], tuple[Tensor, Tensor]]
 
 
 class AdapterModule(nn.Module):
-    """One adapter's tensors in fp32: parameters where it is trained, else buffers. `strength` may be set."""
+    """One adapter's tensors in fp32: parameters where they are trained, else buffers. `strength` may be set.
 
-    def __init__(self, adapter: SiteAdapter, strength: float, trainable: bool, device: torch.device):
+    `shared` are the copies of tensors that all modules have, by the given one's id and the device, and the given one.
+    """
+
+    def __init__(
+        self,
+        adapter: SiteAdapter,
+        strength: float,
+        trainable: bool,
+        device: torch.device,
+        shared: SharedCopies | None = None,
+    ):
         super().__init__()
         self.strength = strength
         self.roles = tuple(adapter.tensors)
         self.stated = replace(adapter, tensors={})
+        roles, shared = find_algorithm(adapter.algorithm).roles, {} if shared is None else shared
         for role, tensor in get_tensors_by_role(adapter).items():
+            known = roles.get(role, _TRAINED_ROLE)
             floating = tensor.is_floating_point()
-            own = tensor.detach().to(device, torch.float32 if floating else tensor.dtype, copy=True)
-            if floating and trainable:
+            place = (id(tensor), device)
+            if known.shared_key and place in shared:
+                own = shared[place][0]
+            else:
+                own = tensor.detach().to(device, torch.float32 if floating else tensor.dtype, copy=True)
+            if known.shared_key:
+                shared[place] = own, tensor
+            if floating and trainable and known.trained:
                 self.register_parameter(role, nn.Parameter(own))
             else:
                 self.register_buffer(role, own)
@@ -139,7 +159,7 @@ class AdapterModuleList(nn.ModuleList):
                 stored: Tensor = base(x) if y is None else y
                 added.append(apply_dora_direction(adapter, cheap, stored, base, strength))
         if dense:
-            through = products.walk(dropping.neurons(x), sum_tensors(dense))
+            through = products.apply_spatial(dropping.neurons(x), sum_tensors(dense))
             added.append(dropping.ranks(through, products.channels))
         change, bias = sum_tensors(added), sum_bias_changes(base, acting)
         if bias is not None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from finitune.adapters.convert import Exactness
 from finitune.adapters.core import SiteAdapter
-from finitune.adapters.difference import compute_change_error, is_plain_lora
+from finitune.adapters.difference import compute_change_error
+from finitune.adapters.lora import is_plain_lora
 from finitune.adapters.lowrank import balance_factors
 from finitune.errors import NumericsError
 

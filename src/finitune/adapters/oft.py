@@ -8,15 +8,27 @@ Strength is ours, W + m * (W(1) - W): LyCORIS leaves `rescale` at full strength 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from finitune.adapters.algorithm import AdapterAlgorithm
 from finitune.adapters.core import (
-    AdapterAlgorithm,
+    ALGORITHM_LOADS,
+    LORA_CONVERTER_ONLY,
+    AdapterProgram,
+    FactorRole,
+    FileFacts,
+    KeySuffix,
+    LoadVerdict,
+    ProgramSupport,
+    RolesByName,
     Shape,
     SiteAdapter,
+    SupportByProgram,
     Target,
     get_factor_shapes,
     make_misfit_error,
@@ -30,6 +42,10 @@ from finitune.adapters.rotation import (
     list_divisors,
     require_rescale_fit,
 )
+from finitune.errors import AdapterError
+
+COMFY_ROTATIONS = ProgramSupport(LoadVerdict.WRONG, "it applies the strength twice, and leaves rescale out")
+FORGE_LACKS_ROTATIONS = ProgramSupport(LoadVerdict.NO, "it has no such adapter (#1395)")
 
 
 class OFT(AdapterAlgorithm):
@@ -40,10 +56,31 @@ class OFT(AdapterAlgorithm):
 
     name = "oft"
     title = "OFT"
-    additive = False
-    required = frozenset({"blocks"})
-    optional = frozenset({"rescale"})
-    settings: ClassVar[tuple[str, ...]] = ("constraint", "rotates_bias")
+    additive = rowwise = factored = False
+    trainable = True
+    roles: ClassVar[RolesByName] = {"blocks": FactorRole(row_axis=0), "rescale": FactorRole(optional=True, row_axis=0)}
+    terms = (frozenset({"blocks"}),)
+    rank_means, alpha_means = "block size", "constraint"
+    options = ("constraint", "rotates_bias")
+    lycoris_algo = "diag-oft"
+    field_names = ("diag-oft", "diag_oft", "oft")
+    suffixes = (
+        KeySuffix(".oft_blocks", "blocks", ("kohya",)),
+        KeySuffix(".oft_diag", "rotation", ("kohya",)),  # R itself, of LyCORIS before 2.0
+        KeySuffix(".rescale", "rescale", ("kohya",)),
+    )
+    programs: ClassVar[SupportByProgram] = {
+        "diffusers": LORA_CONVERTER_ONLY,
+        "ComfyUI": COMFY_ROTATIONS,
+        "A1111": ALGORITHM_LOADS,
+        "Forge": FORGE_LACKS_ROTATIONS,
+        "sd-scripts": ALGORITHM_LOADS,
+    }
+
+    def support(self, program: AdapterProgram, adapters: Sequence[SiteAdapter], family: str) -> ProgramSupport:
+        if program == "sd-scripts" and not all(adapter.options.get("constraint") for adapter in adapters):
+            return ProgramSupport(LoadVerdict.WRONG, "it takes alpha 0 as no rotation at all")
+        return super().support(program, adapters, family)
 
     def shape(self, adapter: SiteAdapter) -> Shape | None:
         blocks = get_factor_shapes(adapter)["blocks"]
@@ -71,7 +108,7 @@ class OFT(AdapterAlgorithm):
         tensors = {"blocks": blocks}
         if target.options.get("rescaled"):
             tensors["rescale"] = torch.ones(target.shape[0], *[1] * (len(target.shape) - 1))
-        kept = {name: target.options[name] for name in self.settings if name in target.options}
+        kept = {name: target.options[name] for name in self.options if name in target.options}
         return SiteAdapter(self.name, tensors, options=kept)
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
@@ -85,6 +122,61 @@ class OFT(AdapterAlgorithm):
             return plain
         change = self.delta(adapter, bias[:, None]).squeeze(1)
         return change if plain is None else change + plain
+
+    def has_shapes(self, shapes: Mapping[str, Shape]) -> bool:
+        return len(shapes.get("blocks", ())) != 4
+
+    def is_zero(self, adapter: SiteAdapter, zero: Set[str]) -> bool:
+        rescale = adapter.tensors.get("rescale")
+        return super().is_zero(adapter, zero) and (rescale is None or bool((rescale == 1).all()))
+
+    def count_rows(self, adapter: SiteAdapter) -> int | None:
+        return count_turned_outputs(adapter)
+
+    def can_stack(self, parts: Sequence[SiteAdapter | None]) -> bool:
+        """The constraint holds for all blocks together; a rescale of zeros is not one that changes nothing."""
+        present = [part for part in parts if part is not None]
+        whole = len(present) == len(parts) or not any("rescale" in part.tensors for part in present)
+        return whole and not any(part.options.get("constraint") for part in present)
+
+    def linear_inputs(self, shapes: Mapping[str, Shape]) -> int | None:
+        return None
+
+    def from_file(self, tensors: dict[str, Tensor], facts: FileFacts) -> SiteAdapter:
+        """Also from R itself: Q = (R + I)^-1 (R - I), and Q / 2 is a matrix B with B - B^T = Q."""
+        rotation = tensors.pop("rotation", None)
+        if rotation is not None:
+            self.check(SiteAdapter(self.name, {"blocks": rotation}))
+            r = rotation.double()
+            eye = torch.eye(r.shape[-1], dtype=r.dtype)
+            q = torch.linalg.solve(r + eye, r - eye)
+            tensors["blocks"] = ((q - q.mT) / 4).float()
+        return SiteAdapter(self.name, tensors)
+
+    def stored_alpha(self, adapter: SiteAdapter) -> float | None:
+        """The constraint per output."""
+        return float(adapter.options.get("constraint", 0.0)) / count_turned_outputs(adapter)
+
+
+def constrain_rotation(adapter: SiteAdapter, alpha: float | None, turns_bias: bool) -> SiteAdapter:
+    """A rotation with the constraint that its alpha is: alpha * outputs, and none for 0.
+
+    `turns_bias`: kohya's own OFT turns the finished output, its bias with it. Raises AdapterError (ADAPTER-ALPHA) for
+    an alpha that is no bound.
+    """
+    if alpha is not None and not (math.isfinite(alpha) and alpha >= 0):
+        raise AdapterError(
+            f"alpha, the constraint of a rotation, is {alpha:g}",
+            code="ADAPTER-ALPHA",
+            evidence={"alpha": str(alpha)},
+            remedy="Export the adapter again, with alpha in fp32.",
+        )
+    options = dict(adapter.options)
+    if alpha:
+        options["constraint"] = alpha * count_turned_outputs(adapter)
+    if turns_bias:
+        options["rotates_bias"] = True
+    return replace(adapter, options=options)
 
 
 def count_turned_outputs(adapter: SiteAdapter) -> int:

@@ -10,14 +10,26 @@ is W R^T over (in * kernel), and that is what is meant here.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from finitune.adapters.algorithm import AdapterAlgorithm
 from finitune.adapters.core import (
-    AdapterAlgorithm,
+    ALGORITHM_LOADS,
+    LORA_CONVERTER_ONLY,
+    SD_SCRIPTS_LACKS_ALGORITHM,
+    FactorRole,
+    FileFacts,
+    KeySuffix,
+    LoadVerdict,
+    ProgramSupport,
+    RolesByName,
     Shape,
     SiteAdapter,
+    SupportByProgram,
     Target,
     get_factor_shapes,
     make_misfit_error,
@@ -43,8 +55,26 @@ class OFTv2(AdapterAlgorithm):
 
     name = "oft_v2"
     title = "OFT v2"
-    additive = False
-    required = frozenset({"packed"})
+    additive = rowwise = factored = False
+    trainable = True
+    roles: ClassVar[RolesByName] = {"packed": FactorRole()}
+    terms = (frozenset({"packed"}),)
+    rank_means, alpha_means = "block size", "nothing"
+    options = ("neumann_terms", "scaled")
+    suffixes = (
+        KeySuffix(".oft_R.weight", "packed", ("peft",), named=True),
+        # OneTrainer's mark that packed rotations are divided by 2 sqrt(b - 1).
+        KeySuffix(".oft_R.scaled_oft", "scaled", ("peft",), named=True),
+    )
+    programs: ClassVar[SupportByProgram] = {
+        "diffusers": LORA_CONVERTER_ONLY,
+        "PEFT": ALGORITHM_LOADS,
+        **dict.fromkeys(
+            ("ComfyUI", "Forge", "A1111"),
+            ProgramSupport(LoadVerdict.NO, "it does not know PEFT's rotations (oft_R)"),
+        ),
+        "sd-scripts": SD_SCRIPTS_LACKS_ALGORITHM,
+    }
 
     def shape(self, adapter: SiteAdapter) -> Shape | None:
         packed = get_factor_shapes(adapter)["packed"]
@@ -67,7 +97,7 @@ class OFTv2(AdapterAlgorithm):
         inputs = math.prod(target.shape[1:])
         size = choose_block_size(self, target, inputs, list_divisors(inputs), target.rank)
         count = 1 if target.options.get("block_share") else inputs // size
-        kept = {name: target.options[name] for name in ("neumann_terms", "scaled") if name in target.options}
+        kept = {name: target.options[name] for name in self.options if name in target.options}
         return SiteAdapter(self.name, {"packed": torch.zeros(count, size * (size - 1) // 2)}, options=kept)
 
     def delta(self, adapter: SiteAdapter, base: Tensor) -> Tensor:
@@ -79,3 +109,21 @@ class OFTv2(AdapterAlgorithm):
         step = compute_neumann_turn(q, terms) if terms else compute_cayley_turn(-q)
         columns = base.reshape(base.shape[0], -1, size)
         return torch.einsum("o n k, n c k -> o n c", columns, step.expand(columns.shape[1], -1, -1)).reshape(base.shape)
+
+    def acts_on_inputs(self, adapter: SiteAdapter) -> bool:
+        return True
+
+    def linear_inputs(self, shapes: Mapping[str, Shape]) -> int | None:
+        packed = shapes.get("packed", ())
+        return packed[0] * infer_packed_block_size(packed[-1]) if packed and packed[0] > 1 else None
+
+    def from_file(self, tensors: dict[str, Tensor], facts: FileFacts) -> SiteAdapter:
+        """By PEFT's series unless its configuration asks for the exact transform."""
+        options: dict[str, float | bool | str] = {}
+        if tensors.pop("scaled", None) is not None:
+            options["scaled"] = True
+        if facts.config.get("use_cayley_neumann") is False:
+            options["neumann_terms"] = 0
+        elif isinstance(facts.config.get("num_cayley_neumann_terms"), int):
+            options["neumann_terms"] = facts.config["num_cayley_neumann_terms"]
+        return SiteAdapter(self.name, tensors, options=options)

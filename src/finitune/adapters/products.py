@@ -23,7 +23,7 @@ class LayerProducts:
         self.groups: int = getattr(layer, "groups", 1)
         self.channels = 1 if self.axes else -1
 
-    def walk(self, x: Tensor, weight: Tensor) -> Tensor:
+    def apply_spatial(self, x: Tensor, weight: Tensor) -> Tensor:
         """x by `weight` (n, in / groups[, *kernel]) as the layer walks: its padding, stride, dilation and groups."""
         if not self.axes:
             return self.linear(x, weight.flatten(1))
@@ -34,7 +34,7 @@ class LayerProducts:
         geometry = ConvGeometry(layer.stride, padding, layer.dilation, layer.groups)
         return self.convolve(x, weight if weight.ndim > 2 else self.pointwise(weight), geometry)
 
-    def mix(self, x: Tensor, weight: Tensor) -> Tensor:
+    def apply_pointwise(self, x: Tensor, weight: Tensor) -> Tensor:
         """x by `weight` (n, c) over the channels alone."""
         return self.convolve(x, self.pointwise(weight), UNIT_GEOMETRY) if self.axes else self.linear(x, weight)
 

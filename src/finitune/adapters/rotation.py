@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import AdapterAlgorithm, SiteAdapter, Target, make_shapes_error
+from finitune.adapters.algorithm import AdapterAlgorithm
+from finitune.adapters.core import SiteAdapter, Target, make_shapes_error
 from finitune.errors import AdapterError
 
 

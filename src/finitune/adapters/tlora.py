@@ -11,16 +11,52 @@ Source: LyCORIS modules/tlora.py, 4.1.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from finitune.adapters.core import SiteAdapter, TensorsByRole, is_same_weight_shape
+from finitune.adapters.algorithm import AdapterForm
+from finitune.adapters.core import (
+    LORA_CONVERTER_ONLY,
+    PROGRAM_LACKS_ALGORITHM,
+    SD_SCRIPTS_LACKS_ALGORITHM,
+    KeySuffix,
+    LoadVerdict,
+    ProgramSupport,
+    Shape,
+    SiteAdapter,
+    SupportByProgram,
+    TensorsByRole,
+    is_same_weight_shape,
+)
 from finitune.errors import AdapterError
 
 SingularSelection = Literal["principal", "middle", "last"]
 TLORA_ROLES = frozenset({"q_layer", "p_layer", "lambda_layer"})
+
+
+class TLoRA(AdapterForm):
+    """What files have of a T-LoRA."""
+
+    name = "tlora"
+    title = "T-LoRA"
+    field_names = ("tlora",)
+    suffixes = (
+        KeySuffix(".q_layer.weight", "q_layer", ("kohya",)),
+        KeySuffix(".p_layer.weight", "p_layer", ("kohya",)),
+        KeySuffix(".lambda_layer", "lambda_layer", ("kohya",)),
+    )
+    programs: ClassVar[SupportByProgram] = {
+        "diffusers": LORA_CONVERTER_ONLY,
+        **dict.fromkeys(("PEFT", "A1111", "Forge"), PROGRAM_LACKS_ALGORITHM),
+        "ComfyUI": ProgramSupport(LoadVerdict.NO, "it has no such adapter; only its log says so (#6381)"),
+        "sd-scripts": SD_SCRIPTS_LACKS_ALGORITHM,
+    }
+
+    def linear_inputs(self, shapes: Mapping[str, Shape]) -> int | None:
+        return shapes["q_layer"][1] if len(shapes.get("q_layer", ())) >= 2 else None
 
 
 def convert_tlora_to_lora(

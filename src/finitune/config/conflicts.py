@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+from finitune.adapters import ADAPTER_ALGORITHMS, AdapterAlgorithm, find_algorithm, list_algorithms
 from finitune.config.datasets import (
     SIDE_MULTIPLE,
     ConfigSection,
@@ -70,9 +70,9 @@ class ConfigFacts:
         return None if training.max_train_epochs else training.count_steps(0)
 
     @property
-    def algorithm(self) -> SimpleNamespace:
+    def algorithm(self) -> AdapterAlgorithm:
         """The traits of the algorithm that is trained."""
-        return get_algorithm_traits(self.config.network.algorithm)
+        return find_algorithm(self.config.network.algorithm)
 
     @property
     def pattern_rates(self) -> list[float]:
@@ -140,30 +140,6 @@ class ConfigFacts:
         return all(dataset.batch_size is not None for dataset in resolve_datasets(self.config))
 
 
-def get_algorithm_traits(name: str) -> SimpleNamespace:
-    """What is known of an algorithm."""
-    scaled = ("lora", "loha", "lokr", "glora")
-    options = {
-        "lokr": ("factor", "full_matrix", "decompose_both", "unbalanced", "use_tucker"),
-        **dict.fromkeys(("lora", "loha"), ("use_tucker",)),
-        **dict.fromkeys(("oft", "boft"), ("constraint",)),
-    }
-    return SimpleNamespace(
-        alpha_means="scale" if name in scaled else "nothing",
-        rank_means="factors" if name in scaled else "block size" if "oft" in name else "nothing",
-        magnitudes=name in ("lora", "loha", "lokr", "full"),
-        up_roles=name in ("lora", "loha", "lokr"),
-        options=options.get(name, ()),
-    )
-
-
-def list_trained_algorithms(trait: str, wanted: object = True) -> list[str]:
-    """The algorithms that training offers and that have a trait, or something in it."""
-    names = ("lora", "loha", "lokr", "glora", "full", "ia3", "oft", "boft", "oft_v2")
-    traits = {name: getattr(get_algorithm_traits(name), trait) for name in names}
-    return [name for name, value in traits.items() if (value is wanted if wanted is True else wanted in value)]
-
-
 # --- the rules of the file -------------------------------------------------------------------------------------------
 
 
@@ -225,20 +201,21 @@ def is_option_given(section: ConfigSection, name: str) -> bool:
 
 def lacks_option(facts: ConfigFacts, option: str) -> Fields:
     """The algorithms that have an option, where the one that is trained has it not."""
-    lacking = option not in facts.algorithm.options
-    return {"what": join_alternatives(list_trained_algorithms("options", option))} if lacking else {}
+    able = [one.name for one in ADAPTER_ALGORITHMS if one.trainable and option in one.options]
+    return {} if facts.algorithm.name in able else {"what": join_alternatives(able)}
 
 
 def lacks_magnitudes(facts: ConfigFacts) -> object:
     name = facts.config.network.algorithm
-    lacking = facts.config.network.dora and not facts.algorithm.magnitudes
-    return lacking and {"algorithm": name, "do": ", ".join(list_trained_algorithms("magnitudes"))}
+    able = list_algorithms(additive=True, trainable=True)
+    return facts.config.network.dora and name not in able and {"algorithm": name, "do": ", ".join(able)}
 
 
 def lacks_up_factors(facts: ConfigFacts) -> object:
     name = facts.config.network.algorithm
-    lacking = facts.config.optimizer.loraplus_lr_ratio is not None and not facts.algorithm.up_roles
-    return lacking and {"algorithm": name, "do": ", ".join(list_trained_algorithms("up_roles"))}
+    able = [one.name for one in ADAPTER_ALGORITHMS if one.trainable and one.roles_where(up=True)]
+    asked = facts.config.optimizer.loraplus_lr_ratio is not None
+    return asked and name not in able and {"algorithm": name, "do": ", ".join(able)}
 
 
 def find_excessive_network_scale(facts: ConfigFacts) -> Fields:

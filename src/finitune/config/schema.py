@@ -7,16 +7,20 @@ unknown one. Options that have no equal in sd-scripts say "Ours". Nothing here r
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from finitune.adapters import list_algorithms
 from finitune.config.datasets import ConfigSection, DatasetConfig, UnitShare
 
 DEFAULT_TRAIN_STEPS = 1600
 """Optimiser steps where neither steps nor epochs are given."""
 PrecisionMode = Literal["auto", "planned-half", "current-half", "bf16", "fp32"]
-AlgorithmName = Literal["lora", "loha", "lokr", "glora", "full", "ia3", "oft", "boft", "oft_v2"]
+if TYPE_CHECKING:
+    AlgorithmName = str
+else:
+    AlgorithmName = Literal[list_algorithms(trainable=True)]
 SpellingName = Literal["kohya", "comfy", "diffusers", "peft"]
 LrSchedulerName = Literal[
     "constant",
@@ -67,6 +71,8 @@ class NetworkSection(ConfigSection):
     """Ours: learn magnitudes beside the change (DoRA). LyCORIS: dora_wd."""
     rs_lora: bool = False
     """The scale is alpha / sqrt(rank)."""
+    projection_prng_key: int = 0
+    """Ours: VeRA: the number that the shared random matrices are drawn from."""
     factor: int = -1
     """LoKr: the size of the first factor; -1 is the most square split. OFT, BOFT: not used."""
     full_matrix: bool = False

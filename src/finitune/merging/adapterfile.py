@@ -15,6 +15,7 @@ import torch
 
 from finitune.adapters import AdapterSet, find_algorithm
 from finitune.adapters.convert import EXACT_CONVERSION_TOLERANCE, Exactness
+from finitune.adapters.core import AmbiguityOptions
 from finitune.adapters.difference import compute_change_error
 from finitune.errors import AdapterError, FileError, FinituneError, UsageError
 from finitune.files.tensorfile import TensorFile
@@ -26,15 +27,15 @@ from finitune.namings.block_maps import find_doubtful_blocks
 from finitune.namings.core import (
     PEFT_CONFIG_FILE_NAME,
     PEFT_TENSORS_FILE_NAME,
-    AmbiguityOptions,
+    SCALE_UNKNOWN_CODE,
     ParsedAdapter,
     find_adapter_tensor_file,
 )
-from finitune.namings.finding_collector import SCALE_UNKNOWN_CODE
 from finitune.namings.metadata import Receipt
 from finitune.namings.read import read_adapter
 from finitune.namings.resolve import Resolver
-from finitune.namings.write import WRITABLE_SPELLINGS, AdapterFileContent, write_adapter
+from finitune.namings.spellings import WRITABLE_SPELLINGS
+from finitune.namings.write import AdapterFileContent, write_adapter
 from finitune.report import Finding, Level, Report, Table
 
 _MAX_SITE_ROWS_SHOWN = 40

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from finitune.adapters import AdapterSet, SiteAdapter, find_algorithm
-from finitune.adapters.convert import convert_adapter_to_lora, to_lora_matrices
-from finitune.adapters.core import Shape
+from finitune.adapters.convert import convert_adapter_to_lora
+from finitune.adapters.core import AmbiguityOptions, Shape
+from finitune.adapters.full import Full, make_difference
+from finitune.adapters.lora import LoRA, to_lora_matrices
 from finitune.adapters.lowrank import balance_factors, decompose_delta, truncate_factors
 from finitune.adapters.weight import widen_inputs
 from finitune.errors import AdapterError, UsageError
@@ -34,13 +36,11 @@ from finitune.merging.adapterfile import (
     put_adapter,
     require_other_output,
 )
-from finitune.namings.core import AmbiguityOptions
-from finitune.namings.fuse import ROW_AXES_BY_ALGORITHM, SCALE_ROLES_BY_ALGORITHM, is_same_tensor, multiply_exactly
+from finitune.namings.fused import is_same_tensor, multiply_change, multiply_exactly
 from finitune.report import Level, Report
 
 _WeightedAdapter = tuple[SiteAdapter, float]
 _CombineMethod = Literal["kept", "scaled", "added", "side by side", "svd"]
-_FACTORED_ALGORITHMS = {"lora", "loha", "lokr"}
 _MERGE_VERB = "merge"
 
 
@@ -133,13 +133,12 @@ def combine_adapters_at_site(
     )
     weights = [part for part in parts if part[0].tensors.keys() - {"diff_b"}]
     if not weights:
-        return add_bias_change(SiteSum(SiteAdapter("full", {}), "added"), bias)
+        return add_bias_change(SiteSum(SiteAdapter(Full.name, {}), "added"), bias)
     shape = find_joint_weight_shape(weights, shape)
-    algorithms = {adapter.algorithm for adapter, _ in weights}
-    if algorithms <= _FACTORED_ALGORITHMS:
+    if are_all_factored(weights):
         total = add_factored_adapters(weights, cut, shape)
     else:
-        total = add_dense_adapters(weights, cut, shape, "norm" if algorithms == {"norm"} else "full")
+        total = add_dense_adapters(weights, cut, shape)
     reshapes = any(adapter.options.get("reshape") for adapter, _ in weights)
     options = {"reshape": True} if reshapes else {}
     return add_bias_change(replace(total, adapter=replace(total.adapter, options=options)), bias)
@@ -147,10 +146,10 @@ def combine_adapters_at_site(
 
 def add_factored_adapters(parts: Sequence[_WeightedAdapter], cut: RankLimit, shape: Shape) -> SiteSum:
     """LoRAs side by side, cut where that is asked for; LoHa and LoKr become LoRAs of the rank that they need."""
-    lora = find_algorithm("lora")
+    lora = LoRA()
     ups, downs, error = [], [], 0.0
     for adapter, strength in parts:
-        if adapter.algorithm != "lora":
+        if adapter.algorithm != LoRA.name:
             converted = convert_adapter_to_lora(adapter, shape)
             adapter, error = converted.adapter, max(error, converted.error)
         up, down = to_lora_matrices(adapter)
@@ -161,14 +160,12 @@ def add_factored_adapters(parts: Sequence[_WeightedAdapter], cut: RankLimit, sha
     if cut.energy is not None or up.shape[1] > largest:
         up, down, books = truncate_factors(up, down, rank=cut.rank, energy=cut.energy)
         return SiteSum(build_unit_scale_lora(up, down, shape), "svd", books.error, books.energy)
-    plain = all(adapter.algorithm == "lora" for adapter, _ in parts)
+    plain = all(adapter.algorithm == LoRA.name for adapter, _ in parts)
     up, down = balance_factors(up.float(), down.float())
     return SiteSum(build_unit_scale_lora(up, down, shape), "side by side" if plain else "svd", error, 1 - error**2)
 
 
-def add_dense_adapters(
-    parts: Sequence[_WeightedAdapter], cut: RankLimit, shape: Shape, algorithm: Literal["full", "norm"]
-) -> SiteSum:
+def add_dense_adapters(parts: Sequence[_WeightedAdapter], cut: RankLimit, shape: Shape) -> SiteSum:
     """Full differences, and whatever stands beside them, added up; a matrix is cut to factors where that is asked."""
     zeros = torch.zeros(shape, dtype=torch.float64)
     total = zeros.clone()
@@ -177,30 +174,32 @@ def add_dense_adapters(
     if cut != RankLimit() and len(shape) > 1:
         up, down, books = decompose_delta(total.flatten(1), rank=cut.rank, energy=cut.energy)
         return SiteSum(build_unit_scale_lora(up, down, shape), "svd", books.error, books.energy)
-    role = "w_norm" if algorithm == "norm" else "diff"
-    return SiteSum(SiteAdapter(algorithm, {role: total.float()}), "added")
+    return SiteSum(make_difference(total.float()), "added")
+
+
+def are_all_factored(parts: Sequence[_WeightedAdapter]) -> bool:
+    """Whether every change is known as a product of thin matrices."""
+    return all(find_algorithm(adapter.algorithm).factored for adapter, _ in parts)
 
 
 def scale_adapter_change(adapter: SiteAdapter, strength: float) -> SiteAdapter:
     """The adapter whose change is `strength` times as large, of the same algorithm; alpha stays as it was stated."""
-    roles = {
-        *SCALE_ROLES_BY_ALGORITHM.get(adapter.algorithm, ROW_AXES_BY_ALGORITHM[adapter.algorithm]),
-        "diff_b",
-    } & adapter.tensors.keys()
-    return adapter.with_tensors(**{role: multiply_exactly(adapter.tensors[role], strength) for role in roles})
+    scaled = multiply_change(adapter, strength)
+    bias = adapter.tensors.get("diff_b")
+    return scaled if bias is None else scaled.with_tensors(diff_b=multiply_exactly(bias, strength))
 
 
 def build_unit_scale_lora(up: Tensor, down: Tensor, shape: Shape) -> SiteAdapter:
     """A LoRA at scale 1 from factors (out, r) and (r, in * kernel), for a weight of `shape` (out, in, *kernel)."""
     tensors = {"up": up.reshape(*up.shape, *[1] * len(shape[2:])), "down": down.reshape(-1, *shape[1:])}
-    return SiteAdapter("lora", tensors, float(up.shape[1]))
+    return SiteAdapter(LoRA.name, tensors, float(up.shape[1]))
 
 
 def add_bias_change(total: SiteSum, bias: Tensor | None) -> SiteSum:
     """The sum with the change of a bias, in the role that its algorithm has for it."""
     if bias is None:
         return total
-    role = "b_norm" if total.adapter.algorithm == "norm" else "diff_b"
+    role = find_algorithm(total.adapter.algorithm).bias_role
     return replace(total, adapter=total.adapter.with_tensors(**{role: bias}))
 
 
@@ -224,9 +223,7 @@ def find_joint_weight_shape(parts: Sequence[_WeightedAdapter], shape: Shape | No
     """
     own = [find_algorithm(adapter.algorithm).shape(adapter) or () for adapter, _ in parts]
     whole = max([*own, shape or ()], key=lambda s: (len(s), math.prod(s)))
-    widens = any(a.options.get("reshape") for a, _ in parts) and all(
-        a.algorithm in _FACTORED_ALGORITHMS for a, _ in parts
-    )
+    widens = any(a.options.get("reshape") for a, _ in parts) and are_all_factored(parts)
     for (adapter, _), implied in zip(parts, own, strict=True):
         narrower = widens and len(implied) == len(whole) and implied[1:2] < whole[1:2]
         as_wide = (*implied[:1], *whole[1:2], *implied[2:]) if narrower else implied
@@ -245,7 +242,7 @@ def is_rank_reduced(adapter: SiteAdapter, cut: RankLimit) -> bool:
     algorithm = find_algorithm(adapter.algorithm)
     if not algorithm.additive or adapter.magnitude is not None or len(algorithm.shape(adapter) or ()) < 2:
         return False
-    small = adapter.algorithm == "lora" and cut.rank is not None and (algorithm.rank(adapter) or 0) <= cut.rank
+    small = adapter.algorithm == LoRA.name and cut.rank is not None and (algorithm.rank(adapter) or 0) <= cut.rank
     return cut.energy is not None or (cut.rank is not None and not small)
 
 
@@ -364,7 +361,7 @@ def report_combined_adapter(
     report.tables.append(build_site_table(rows, "the merged adapter"))
     for i, source in enumerate(sources):
         mine = [row for row in rows if i in row.parts]
-        plain = {site for site, adapter in source.reading.adapter.sites.items() if adapter.algorithm == "lora"}
+        plain = {site for site, adapter in source.reading.adapter.sites.items() if adapter.algorithm == LoRA.name}
         svd = [row.site for row in mine if row.how == "svd" and (cut != RankLimit() or row.site not in plain)]
         if svd:
             message = f"{len(svd)} of its {len(mine)} layers needed an SVD"

@@ -17,8 +17,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from finitune.adapters import AdapterSet, SiteAdapter
+from finitune.adapters import AdapterSet, SiteAdapter, find_algorithm
 from finitune.adapters.core import is_same_weight_shape
+from finitune.adapters.full import Full, make_difference
 from finitune.adapters.lowrank import compute_squared_norm, decompose_delta, require_finite_matrices
 from finitune.errors import FinituneError, ModelError, UsageError, suggest_nearest_name
 from finitune.merging.adapterfile import SiteRecord
@@ -83,9 +84,9 @@ class ExtractionResult:
 
     def adapter(self) -> AdapterSet:
         """All sites; a bias goes to its weight's adapter, in the role that this has for it."""
-        sites = {site: self.weights.get(site, SiteAdapter("full", {})) for site in {**self.weights, **self.biases}}
+        sites = {site: self.weights.get(site, SiteAdapter(Full.name, {})) for site in {**self.weights, **self.biases}}
         for site, bias in self.biases.items():
-            role = "b_norm" if sites[site].algorithm == "norm" else "diff_b"
+            role = find_algorithm(sites[site].algorithm).bias_role
             sites[site] = sites[site].with_tensors(**{role: bias})
         return AdapterSet(sites)
 
@@ -151,8 +152,7 @@ def extract_tensor_change(
     if source.parameter == "bias":
         done.biases[source.site] = delta
     elif why or delta.ndim == 1:
-        role = "w_norm" if delta.ndim == 1 else "diff"
-        done.weights[source.site] = SiteAdapter("norm" if delta.ndim == 1 else "full", {role: delta})
+        done.weights[source.site] = make_difference(delta)
     else:
         up, down, books = decompose_delta(delta.flatten(1), rank=wish.rank, energy=wish.energy)
         done.weights[source.site] = build_unit_scale_lora(up, down, tuple(delta.shape))

@@ -10,14 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from finitune.adapters import AdapterSet, SiteAdapter, find_algorithm
-from finitune.adapters.convert import to_lora_matrices
+from finitune.adapters.lora import LoRA, to_lora_matrices
 from finitune.adapters.lowrank import truncate_factors
 from finitune.errors import AdapterError, NumericsError
 from finitune.merging.adapterfile import SiteRecord
 from finitune.merging.combine import build_unit_scale_lora, compute_bias_change
-
-_UNRESIZABLE_ALGORITHMS = ("loha", "lokr", "glora")
-"""Algorithms that have a rank which no cut keeps."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,14 @@ def resize_adapter(adapters: AdapterSet, *, rank: int | None = None, energy: flo
     rows: list[SiteRecord] = []
     for site, adapter in adapters.sites.items():
         made[site] = adapter
-        if adapter.algorithm == "lora":
+        if adapter.algorithm == LoRA.name:
             try:
                 made[site], row = resize_lora_site(site, adapter, rank, energy)
             except NumericsError as error:
                 error.subject = site
                 raise
             rows.append(row)
-    passed = tuple(site for site, adapter in adapters.sites.items() if adapter.algorithm != "lora")
+    passed = tuple(site for site, adapter in adapters.sites.items() if adapter.algorithm != LoRA.name)
     dora = tuple(row.site for row in rows if row.how == "svd" and made[row.site].magnitude is not None)
     return ResizedAdapter(replace(adapters, sites=made), tuple(rows), passed, dora)
 
@@ -60,7 +57,7 @@ def resize_lora_site(
     site: str, adapter: SiteAdapter, rank: int | None, energy: float | None
 ) -> tuple[SiteAdapter, SiteRecord]:
     """One LoRA cut, and its row; the very same adapter where nothing is to be cut."""
-    lora = find_algorithm("lora")
+    lora = LoRA()
     old = adapter.tensors["down"].shape[0]
     if energy is None and (rank is None or rank >= old):
         return adapter, SiteRecord(site, "kept", old)
@@ -79,8 +76,8 @@ def resize_lora_site(
 def require_resizable_loras(adapters: AdapterSet) -> None:
     """Raise AdapterError where factors are of a kind that cannot be cut, or where there are none."""
     found = [adapter.algorithm for adapter in adapters.sites.values()]
-    for name in _UNRESIZABLE_ALGORITHMS:
-        if name in found:
+    for name in dict.fromkeys(found):
+        if name != LoRA.name and find_algorithm(name).rank_means in ("factors", "at most"):  # and no cut keeps it
             title = find_algorithm(name).title
             raise AdapterError(
                 f"{found.count(name)} of {len(found)} modules have a {title}, whose factors have another rank than it",
@@ -89,7 +86,7 @@ def require_resizable_loras(adapters: AdapterSet) -> None:
                 evidence={"algorithm": name, "modules": found.count(name), "of": len(found)},
                 remedy="Turn it into a LoRA of the rank that you want: finitune convert FILE --as lora --rank N.",
             )
-    if "lora" not in found:
+    if LoRA.name not in found:
         titles = sorted({find_algorithm(name).title for name in found})
         raise AdapterError(
             f"there is no LoRA in it, only {', '.join(titles) or 'nothing'}",

@@ -21,13 +21,11 @@ from torch import Tensor
 
 from finitune.adapters import SiteAdapter, find_algorithm
 from finitune.adapters.core import Shape
+from finitune.adapters.lora import is_plain_lora
 from finitune.adapters.weight import WeightedAdapter, combine_adapted_weight, compute_adapted_bias
 from finitune.errors import UsageError, suggest_nearest_name
-from finitune.namings.fuse import find_row_roles, infer_weight_rows
+from finitune.namings.fused import find_row_roles, infer_weight_rows
 from finitune.numerics.narrow import RoundingScratch, round_carrying, round_once_into, round_randomly
-
-_ROWWISE_ALGORITHMS = {"lora", "loha", "full"}
-"""Algorithms whose row roles have one row for each row of the weight."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ def choose_row_merger(change: TensorChange, base: Callable[[], Tensor]) -> RowMe
 
 def build_low_rank_merger(adapters: Sequence[WeightedAdapter]) -> LowRankMerger | None:
     """All adapters as one pair of factors, or None where one of them is no plain LoRA."""
-    if any(a.algorithm != "lora" or a.magnitude or a.options.get("reshape") or "mid" in a.tensors for a, _ in adapters):
+    if any(not is_plain_lora(a) or a.magnitude or a.options.get("reshape") for a, _ in adapters):
         return None
     scaled = [
         strength * find_algorithm(adapter.algorithm).scale(adapter) * adapter.tensors["up"].double().flatten(1)
@@ -178,7 +176,7 @@ def reorder_low_rank_factors(factors: LowRankMerger, change: TensorChange) -> Lo
 def is_rowwise_adapter(adapter: SiteAdapter, rows: int) -> bool:
     """Whether each row of the change depends on the same row of the weight and of the tensors alone."""
     if (
-        adapter.algorithm not in _ROWWISE_ALGORITHMS
+        not find_algorithm(adapter.algorithm).rowwise
         or adapter.options.get("reshape")
         or infer_weight_rows(adapter) != rows
     ):
@@ -189,7 +187,7 @@ def is_rowwise_adapter(adapter: SiteAdapter, rows: int) -> bool:
 def slice_adapter_rows(adapter: SiteAdapter, rows: slice) -> SiteAdapter:
     """The adapter of some rows of the weight; its scale stays."""
     tensors = dict(adapter.tensors)
-    for role, axis in find_row_roles([adapter], "").items():
+    for role, axis in find_row_roles([adapter]).items():
         tensors[role] = tensors[role].movedim(axis, 0)[rows].movedim(0, axis)
     magnitude = adapter.magnitude
     if magnitude is not None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from finitune.adapters.core import AdapterSet
+from finitune.errors import FinituneError
 from finitune.models.sites import RowDivision
+from finitune.models.spec import ModelSpec
 from finitune.report import Finding, Level
 
-if TYPE_CHECKING:
-    from finitune.adapters.core import AdapterSet
-    from finitune.models.spec import ModelSpec
-
+SCALE_UNKNOWN_CODE = "ADAPTER-SCALE-UNKNOWN"
+_MAX_MODULES_NAMED = 3
+"""How many modules a finding names."""
 PEFT_TENSORS_FILE_NAME, PEFT_CONFIG_FILE_NAME = "adapter_model.safetensors", "adapter_config.json"
 """What the files of a PEFT folder are called."""
 
@@ -35,21 +37,6 @@ class SiteTarget:
     division: RowDivision = "equal"
     swapped: bool = False
     transposed: bool = False
-
-
-@dataclass(frozen=True)
-class AmbiguityOptions:
-    """What only a person can tell where a file does not: see the findings that ask.
-
-    They are ADAPTER-UNDECIDED, ADAPTER-ALPHA and ADAPTER-SCALE-UNKNOWN. `dora_side` is the side of magnitudes whose
-    shape fits both, `glora_order` that of the factors of a square weight (the "old" is of 2023), `zero_alpha` what
-    alpha 0 means, `scale` the scale (alpha / rank) of modules for which nothing states one.
-    """
-
-    dora_side: Literal["out", "in"] | None = None
-    glora_order: Literal["new", "old"] | None = None
-    zero_alpha: Literal["rank", "zero"] | None = None
-    scale: float | None = None
 
 
 def find_adapter_tensor_file(path: Path) -> Path:
@@ -107,3 +94,31 @@ class ParsedAdapter:
         ended = {error.message for error in self.errors}
         lost = (line for line in self.ledger if line.fate == "unmatched" or line.why in ended)
         return tuple(lost)
+
+
+@dataclass
+class FindingCollector:
+    """Findings with the modules that each holds for."""
+
+    alike: dict[tuple[Level, str, str], tuple[Finding, list[str]]] = field(default_factory=dict)
+
+    def add(
+        self, level: Level, code: str, module: str, message: str, evidence: Mapping[str, object], remedy: str = ""
+    ) -> None:
+        """Note a finding about a module; the evidence is that of the first of its kind."""
+        finding = Finding(level, code, module, message, dict(evidence), remedy)
+        self.alike.setdefault((level, code, message), (finding, []))[1].append(module)
+
+    def fail(self, module: str, error: FinituneError) -> None:
+        """Note the error that a module ended with."""
+        self.add(Level.ERROR, error.code, module, error.message, error.evidence, error.remedy)
+
+    def findings(self) -> list[Finding]:
+        """All findings, each with how many modules it holds for and the first of them."""
+        found: list[Finding] = []
+        for finding, modules in self.alike.values():
+            evidence = {**finding.evidence, "modules": len(modules), "first": modules[:_MAX_MODULES_NAMED]}
+            found.append(
+                Finding(finding.level, finding.code, finding.subject, finding.message, evidence, finding.remedy)
+            )
+        return found

@@ -16,10 +16,10 @@ from finitune.errors import AdapterError
 from finitune.files.keymap import match_template
 from finitune.models.sites import AdapterSites, ComponentSites
 from finitune.models.spec import ModelSpec
+from finitune.namings.keys import TensorGroup, infer_linear_inputs
 from finitune.namings.metadata import parse_metadata_table
 from finitune.namings.resolve import ResolvedModule, Resolver
 from finitune.namings.spellings import SPELLINGS, WRAPPER_PREFIXES, AdapterSpelling
-from finitune.namings.tensor_groups import TensorGroup, infer_linear_inputs
 from finitune.report import Finding, Level
 
 _GENERIC_COMPONENTS = (

@@ -1,33 +1,30 @@
-"""Which programs load an adapter file as it was meant, and what the others make of it: a table of known faults.
+"""Which programs load an adapter file as it was meant, and what the others make of it.
 
-Each row holds for one program, or several, and says when it applies. The first row that applies decides; a program
-without one loads the file. The table is of programs as they were in 2026: diffusers 0.42, PEFT 0.21, ComfyUI 0.3.64
-and its later changes, A1111 1.10, Forge of 2025-06, sd-scripts 0.10.2. Their issue numbers stand in the reasons.
+The algorithms say how programs treat them, the spellings which programs read them, and `loaders.toml` what programs do
+with names, models, magnitudes and scales. What none of them knows of a program is "not known", and never "yes".
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
-from typing import TYPE_CHECKING
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 
-from finitune.adapters import find_algorithm
+from finitune.adapters import ADAPTER_FORMS, AdapterAlgorithm, find_algorithm, find_form
+from finitune.adapters.core import AdapterProgram, LoadVerdict, SiteAdapter
+from finitune.namings.core import ParsedAdapter
+from finitune.namings.spellings import SPELLINGS
 from finitune.namings.tensor_reader import to_meta_adapter
+from finitune.package_data import read_package_toml
+from finitune.rules.conditions import Condition, parse_condition
 
-if TYPE_CHECKING:
-    from finitune.namings.core import ParsedAdapter
-
-
-class LoadVerdict(str, Enum):
-    """Whether a program loads a file, refuses or ignores (a part of) it, or draws something else than was trained."""
-
-    YES = "yes"
-    NO = "no"
-    WRONG = "wrong"
+ADAPTER_LOADERS: tuple[AdapterProgram, ...] = get_args(AdapterProgram)
+_LOADER_FACTS = Path(__file__).with_name("loaders.toml")
 
 
 @dataclass(frozen=True)
@@ -40,14 +37,24 @@ class LoaderResult:
 
 
 @dataclass(frozen=True)
+class LoaderRule:
+    """One known fact: these programs give this verdict on files to which `applies` holds."""
+
+    programs: tuple[str, ...]
+    applies: Condition
+    verdict: LoadVerdict
+    text: str
+
+
+@dataclass(frozen=True)
 class AdapterFileTraits:
-    """What of a file decides how programs load it."""
+    """What of a file decides how programs load it: the facts that rules are asked about."""
 
     spelling: str
     family: str
-    algorithms: frozenset[str]
-    """Those of the file: a T-LoRA, which is read as a LoRA, is one."""
-    roles: frozenset[str]
+    forms: Mapping[str, tuple[SiteAdapter, ...]]
+    """The adapters of each form in the file; a T-LoRA, which is read as a LoRA, is one."""
+    cores: bool
     components: frozenset[str]
     sides: frozenset[str]
     """The sides of DoRA magnitudes."""
@@ -62,14 +69,20 @@ class AdapterFileTraits:
     def of(cls, reading: ParsedAdapter) -> AdapterFileTraits:
         """The traits of an adapter file as read."""
         sites = reading.adapter.sites.values()
+        names = dict.fromkeys(site.algorithm for site in sites)
+        roles = {line.role for line in reading.ledger}
+        read_as_others = (form for form in ADAPTER_FORMS if not isinstance(form, AdapterAlgorithm))
+        baked = [form.name for form in read_as_others if roles & {suffix.role for suffix in form.suffixes}]
         scaled = (site for site in sites if find_algorithm(site.algorithm).rank(to_meta_adapter(site)) is not None)
         dtypes = {tensor.dtype for site in scaled for tensor in site.tensors.values()}
-        baked = {"tlora"} if any(line.role == "q_layer" for line in reading.ledger) else set()
         return cls(
             spelling=reading.spelling,
             family="" if reading.family is None else reading.family.name,
-            algorithms=frozenset({site.algorithm for site in sites} | baked),
-            roles=frozenset(role for site in sites for role in site.tensors),
+            forms={
+                **{name: tuple(site for site in sites if site.algorithm == name) for name in names},
+                **dict.fromkeys(baked, ()),
+            },
+            cores=any(set(find_algorithm(s.algorithm).roles_where(core=True)) & s.tensors.keys() for s in sites),
             components=frozenset(name.partition(".")[0] for name in reading.adapter),
             sides=frozenset(site.magnitude.side for site in sites if site.magnitude is not None),
             scales=frozenset(find_algorithm(site.algorithm).scale(site) for site in sites),
@@ -86,248 +99,56 @@ class AdapterFileTraits:
     @property
     def scale_in_metadata(self) -> bool:
         """Whether the scale is not 1 and no tensor says so."""
-        return self.spelling in ("diffusers", "peft") and self.scales != {1.0}
+        kept = {spelling.name: spelling.alpha for spelling in SPELLINGS}.get(self.spelling)
+        return kept == "metadata" and self.scales != {1.0}
 
 
-@dataclass(frozen=True)
-class LoaderRule:
-    """One known fact: these programs give this verdict on files to which `applies` holds."""
-
-    loaders: tuple[str, ...]
-    applies: Callable[[AdapterFileTraits], bool]
-    verdict: LoadVerdict
-    reason: str
-
-
-_DIFFUSERS_LOADER, _PEFT_LOADER, _COMFY_LOADER, _A1111_LOADER, _FORGE_LOADER, _SD_SCRIPTS_LOADER = (
-    "diffusers",
-    "PEFT",
-    "ComfyUI",
-    "A1111",
-    "Forge",
-    "sd-scripts",
-)
-ADAPTER_LOADERS = (_DIFFUSERS_LOADER, _PEFT_LOADER, _COMFY_LOADER, _A1111_LOADER, _FORGE_LOADER, _SD_SCRIPTS_LOADER)
-_NO, _WRONG, _YES = LoadVerdict.NO, LoadVerdict.WRONG, LoadVerdict.YES
-
-SPELLINGS_BY_LOADER: dict[str, frozenset[str]] = {
-    _DIFFUSERS_LOADER: frozenset(
-        {"kohya", "diffusers", "diffusers-old", "diffusers-bare", "comfy", "ai-toolkit", "xlabs", "bfl-control", "fal"}
-    ),
-    _PEFT_LOADER: frozenset({"peft"}),
-    _COMFY_LOADER: frozenset(
-        {"kohya", "lycoris", "onetrainer", "videox-fun", "cascade", "comfy", "ai-toolkit", "bfl-control"}
-        | {"diffusers", "diffusers-old", "diffusers-dotted", "original-bare"}
-    ),
-    _A1111_LOADER: frozenset({"kohya", "lycoris", "kohya-oft"}),
-    _FORGE_LOADER: frozenset({"kohya", "lycoris", "onetrainer", "comfy", "ai-toolkit", "diffusers", "diffusers-old"}),
-    _SD_SCRIPTS_LOADER: frozenset({"kohya", "kohya-oft"}),
-}
-"""The spellings that each program is known to read, if the model is one that it maps."""
-
-TARGET_SPELLING_BY_LOADER = {
-    _DIFFUSERS_LOADER: "diffusers",
-    _PEFT_LOADER: "peft",
-    _COMFY_LOADER: "comfy",
-    _A1111_LOADER: "kohya",
-    _FORGE_LOADER: "kohya",
-    _SD_SCRIPTS_LOADER: "kohya",
-}
-"""The spelling to convert to for each program."""
-
-_UNET_FAMILIES = ("sd15", "sd2", "sdxl")
-_NON_LORA_ALGORITHMS = frozenset({"loha", "glora", "full", "norm", "ia3", "oft", "oft_v2", "boft", "tlora", "set"})
-
-
-def match_algorithms(*algorithms: str) -> Callable[[AdapterFileTraits], bool]:
-    """Files with at least one of these algorithms."""
-    return lambda file: bool(file.algorithms & set(algorithms))
-
-
-def match_spellings(*spellings: str) -> Callable[[AdapterFileTraits], bool]:
-    """Files in one of these spellings."""
-    return lambda file: file.spelling in spellings
-
-
-def match_other_families(*families: str) -> Callable[[AdapterFileTraits], bool]:
-    """Files of any known family but these."""
-    return lambda file: bool(file.family) and file.family not in families
-
-
-def match_all_conditions(*conditions: Callable[[AdapterFileTraits], bool]) -> Callable[[AdapterFileTraits], bool]:
-    """Files to which every condition applies."""
-    return lambda file: all(condition(file) for condition in conditions)
-
-
-def match_dora_sides(*sides: str) -> Callable[[AdapterFileTraits], bool]:
-    """Files with magnitudes on one of these sides."""
-    return lambda file: bool(file.sides & set(sides))
-
-
-def has_tucker_core(file: AdapterFileTraits) -> bool:
-    """Files with a core between the factors."""
-    return bool(file.roles & {"mid", "t1", "t2"})
-
-
-def is_anima_adapter(file: AdapterFileTraits) -> bool:
-    """Files for Anima."""
-    return file.family == "anima"
-
-
-LOADER_RULES: tuple[LoaderRule, ...] = (
-    # A naming that the program does not know comes first: nothing else matters then.
-    LoaderRule(
-        (_DIFFUSERS_LOADER,),
-        match_all_conditions(is_anima_adapter, match_spellings("kohya")),
-        _NO,
-        "it has no map for kohya's names of Anima; nothing is loaded",
-    ),
-    LoaderRule(
-        (_DIFFUSERS_LOADER,),
-        match_all_conditions(is_anima_adapter, match_spellings("comfy", "ai-toolkit"), lambda f: bool(f.alphas)),
-        _NO,
-        "it refuses the .alpha tensors (#14088): convert with --to diffusers",
-    ),
-    LoaderRule(
-        (_DIFFUSERS_LOADER,),
-        lambda f: f.family in (*_UNET_FAMILIES, "flux") and f.spelling in ("comfy", "ai-toolkit"),
-        _NO,
-        "it has no map for the original names of this model: convert with --to diffusers",
-    ),
-    LoaderRule(
-        (_COMFY_LOADER,),
-        match_all_conditions(is_anima_adapter, match_spellings("diffusers")),
-        _NO,
-        "it does not know diffusers' names of Anima (#14182)",
-    ),
-    LoaderRule((_A1111_LOADER,), match_other_families(*_UNET_FAMILIES, "sd3"), _NO, "it does not run this model"),
-    LoaderRule((_FORGE_LOADER,), match_other_families(*_UNET_FAMILIES, "flux"), _NO, "it does not run this model"),
-    LoaderRule(
-        (_COMFY_LOADER,),
-        lambda f: is_anima_adapter(f) and f.spelling == "kohya" and "text_encoder" in f.components,
-        _NO,
-        "without its change #13847 it has no map for the text encoder's keys (#13747)",
-    ),
-    # Algorithms.
-    LoaderRule(
-        (_DIFFUSERS_LOADER,),
-        match_algorithms(*_NON_LORA_ALGORITHMS),
-        _NO,
-        "its converter knows LoRA alone: convert with --as lora",
-    ),
-    LoaderRule(
-        (_DIFFUSERS_LOADER,),
-        lambda f: "lokr" in f.algorithms and f.family not in ("flux2", "z_image"),
-        _NO,
-        "for this model its converter knows LoRA alone: convert with --as lora",
-    ),
-    LoaderRule(
-        (_DIFFUSERS_LOADER, _PEFT_LOADER, _SD_SCRIPTS_LOADER),
-        has_tucker_core,
-        _NO,
-        "it has no core between the factors (lora_mid; #11943)",
-    ),
-    LoaderRule((_PEFT_LOADER,), match_algorithms("full", "norm", "tlora", "set"), _NO, "it has no such adapter"),
-    LoaderRule(
-        (_COMFY_LOADER,), match_algorithms("ia3", "tlora"), _NO, "it has no such adapter; only its log says so (#6381)"
-    ),
-    LoaderRule(
-        (_COMFY_LOADER,),
-        match_algorithms("oft", "boft"),
-        _WRONG,
-        "it applies the strength twice, and leaves rescale out",
-    ),
-    LoaderRule(
-        (_COMFY_LOADER, _FORGE_LOADER, _A1111_LOADER),
-        match_algorithms("oft_v2"),
-        _NO,
-        "it does not know PEFT's rotations (oft_R)",
-    ),
-    LoaderRule((_A1111_LOADER,), match_algorithms("glora"), _WRONG, "it knows only the order of the factors of 2023"),
-    LoaderRule(
-        (_A1111_LOADER,),
-        lambda f: "w_norm" in f.roles and "b_norm" not in f.roles,
-        _NO,
-        "it wants w_norm and b_norm together",
-    ),
-    LoaderRule((_A1111_LOADER, _FORGE_LOADER), match_algorithms("tlora"), _NO, "it has no such adapter"),
-    LoaderRule((_FORGE_LOADER,), match_algorithms("oft", "boft", "ia3"), _NO, "it has no such adapter (#1395)"),
-    LoaderRule(
-        (_SD_SCRIPTS_LOADER,),
-        match_algorithms("glora", "full", "norm", "ia3", "boft", "oft_v2", "set", "tlora"),
-        _NO,
-        "it has none such",
-    ),
-    LoaderRule(
-        (_SD_SCRIPTS_LOADER,),
-        match_all_conditions(match_algorithms("oft"), lambda f: 0.0 in f.alphas),
-        _WRONG,
-        "it takes alpha 0 as no rotation at all",
-    ),
-    # DoRA.
-    LoaderRule(
-        (_DIFFUSERS_LOADER,),
-        match_all_conditions(match_dora_sides("out", "in"), match_spellings("kohya", "comfy")),
-        _WRONG,
-        "it leaves dora_scale out and draws the plain LoRA: convert with --to diffusers",
-    ),
-    LoaderRule((_DIFFUSERS_LOADER, _PEFT_LOADER), match_dora_sides("in"), _NO, "its magnitudes are of the outputs"),
-    LoaderRule(
-        (_COMFY_LOADER,),
-        match_all_conditions(match_dora_sides("out", "in"), match_spellings("diffusers")),
-        _WRONG,
-        "it does not know lora_magnitude_vector and draws the plain LoRA (#3494)",
-    ),
-    LoaderRule(
-        (_COMFY_LOADER, _FORGE_LOADER),
-        match_dora_sides("out"),
-        _WRONG,
-        "it divides by the norm of the base alone (#15458)",
-    ),
-    LoaderRule((_A1111_LOADER,), match_dora_sides("out"), _WRONG, "it takes every magnitude as one of the inputs"),
-    LoaderRule((_SD_SCRIPTS_LOADER,), match_dora_sides("out", "in"), _NO, "it has no DoRA"),
-    # Scale.
-    LoaderRule(
-        (_COMFY_LOADER, _FORGE_LOADER),
-        lambda f: f.scale_in_metadata,
-        _WRONG,
-        "it does not read the scale from the metadata: convert with --portable",
-    ),
-    LoaderRule(
-        (_DIFFUSERS_LOADER,),
-        lambda f: 0.0 in f.alphas and f.spelling == "kohya",
-        _WRONG,
-        "it takes alpha 0 as strength 0",
-    ),
-    LoaderRule(
-        (_DIFFUSERS_LOADER,),
-        lambda f: f.spelling in ("kohya", "comfy") and f.rounds_when_folded,
-        _YES,
-        "alpha / rank is no power of two: its factors are rounded once more, by up to 0.2 %",
-    ),
-    LoaderRule(
-        (_DIFFUSERS_LOADER, _COMFY_LOADER, _PEFT_LOADER),
-        lambda f: f.bundled,
-        _YES,
-        "the learned token embeddings have to be loaded apart",
-    ),
-)
-"""From what stops all loading to what is only worth saying; the first that applies decides."""
+@cache
+def read_loader_rules(stage: str) -> tuple[LoaderRule, ...]:
+    """The rules of `loaders.toml` about "names" or "contents", in their order."""
+    return tuple(
+        LoaderRule(tuple(one["programs"]), parse_condition(one["when"], {}), LoadVerdict(one["verdict"]), one["text"])
+        for one in read_package_toml(_LOADER_FACTS)[stage]
+    )
 
 
 def predict_all_loaders(reading: ParsedAdapter) -> list[LoaderResult]:
     """What each program makes of a file, as far as its naming, algorithms, magnitudes and scales decide it."""
     traits = AdapterFileTraits.of(reading)
-    return [predict_loader(loader, traits) for loader in ADAPTER_LOADERS]
+    return [LoaderResult(loader, *predict_loader(loader, traits)) for loader in ADAPTER_LOADERS]
 
 
-def predict_loader(loader: str, file: AdapterFileTraits) -> LoaderResult:
-    """What one program makes of a file: it must read the spelling; then the first row that applies, or yes."""
-    if file.spelling not in SPELLINGS_BY_LOADER[loader]:
-        return LoaderResult(
-            loader, _NO, f"it does not read this spelling: convert with --to {TARGET_SPELLING_BY_LOADER[loader]}"
-        )
-    for row in LOADER_RULES:
-        if loader in row.loaders and row.applies(file):
-            return LoaderResult(loader, row.verdict, row.reason)
-    return LoaderResult(loader, LoadVerdict.YES, "")
+def predict_loader(loader: AdapterProgram, file: AdapterFileTraits) -> tuple[LoadVerdict, str]:
+    """What stops all loading, then what draws something else, then what is not known, then what is worth a word."""
+    said = list(iterate_verdicts(loader, file))
+    bad = (one for one in said if one[0] in (LoadVerdict.NO, LoadVerdict.WRONG))
+    unknown = (one for one in said if one[0] is LoadVerdict.UNKNOWN)
+    return next(bad, None) or next(unknown, None) or next(iter(said), (LoadVerdict.YES, ""))
+
+
+def iterate_verdicts(loader: AdapterProgram, file: AdapterFileTraits) -> Iterator[tuple[LoadVerdict, str]]:
+    """All that is known to speak against a file, the weightiest first."""
+    facts: Mapping[str, Any] = read_package_toml(_LOADER_FACTS)
+    spelling = next((one for one in SPELLINGS if one.name == file.spelling), None)
+    if spelling is None:
+        yield LoadVerdict.UNKNOWN, "whether it reads this spelling was not tried"
+    elif loader not in spelling.programs:
+        target = next(one.name for one in SPELLINGS if loader in one.written_for)
+        yield LoadVerdict.NO, f"it does not read this spelling: convert with --to {target}"
+    yield from match_rules(loader, file, "names")
+    if file.family in facts["runs_not"].get(loader, ()):
+        yield LoadVerdict.NO, "it does not run this model"
+    elif loader in facts["runs"] and file.family not in facts["runs"][loader]:
+        yield LoadVerdict.UNKNOWN, "whether it runs this model was not tried"
+    for name, adapters in file.forms.items():
+        support = find_form(name).support(loader, adapters, file.family)
+        if support.verdict is not LoadVerdict.YES:
+            yield support.verdict, support.reason
+    yield from match_rules(loader, file, "contents")
+
+
+def match_rules(loader: str, file: AdapterFileTraits, stage: str) -> Iterator[tuple[LoadVerdict, str]]:
+    """What the rules of a stage say of a file."""
+    for rule in read_loader_rules(stage):
+        if loader in rule.programs and any(True for _ in rule.applies(file)):
+            yield rule.verdict, rule.text

@@ -6,24 +6,26 @@ a conversion makes untrue is rewritten or left out; our own receipt says what wa
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from finitune import __version__
-from finitune.adapters import find_algorithm
-from finitune.namings.hashes import compute_kohya_hashes
+from finitune.adapters import ADAPTER_ALGORITHMS, find_algorithm
+from finitune.adapters.core import AdapterSet, SiteAdapter
+from finitune.adapters.lora import LoRA
+from finitune.errors import AdapterError
+from finitune.files.tensorfile import TensorFile, get_tensor_bytes
+from finitune.files.writer import encode_header, order_like_safetensors
+from finitune.models.spec import ModelSpec
 from finitune.report import Finding, Level
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from finitune.adapters.core import AdapterSet
-    from finitune.models.spec import ModelSpec
 
 RECEIPT_METADATA_KEY = "finitune"
 DIFFUSERS_METADATA_KEY = "lora_adapter_metadata"
@@ -34,13 +36,20 @@ MAX_METADATA_TEXT_BYTES = 2**20
 MAX_METADATA_TOTAL_BYTES = 64 * 2**20
 """For all texts together; readers refuse headers over 100 MB, and the tensors need their share."""
 
-_KOHYA_NATIVE_NETWORKS = ("lora", "loha", "lokr")
 _LYCORIS_NETWORK_MODULE = "lycoris.kohya"
-_LYCORIS_NAME_BY_ALGORITHM = {"lora": "locon", "oft": "diag-oft"}
 _STALE_TEXT_PATTERN = re.compile(
     rf"sshs_(model|legacy)_hash|modelspec\.hash_sha256|{DIFFUSERS_METADATA_KEY}|(unet|text_encoder)(:\d+:rank)?"
 )
 """Texts about the former bytes or the former naming. The last are those of cloneofsimo/lora."""
+
+
+_LEGACY_HASH_BEGIN, _LEGACY_HASH_END = 0x100000, 0x110000
+_LEGACY_HASH_DIGITS = 8
+_HASH_CHUNK_BYTES = 1 << 20
+
+
+AdaptersByComponent = Mapping[str, Mapping[str, SiteAdapter]]
+"""The adapter of each module, by the component and the module's name."""
 
 
 @dataclass(frozen=True)
@@ -183,23 +192,29 @@ def build_network_texts(source: Mapping[str, str], adapter: AdapterSet) -> dict[
         }
     args, _ = parse_metadata_table(source, "ss_network_args")
     module, args = choose_network_module(source.get("ss_network_module", ""), args or {}, names)
-    texts["ss_network_module"] = module
+    texts |= {"ss_network_module": module} if module else {}
     return {**texts, "ss_network_args": json.dumps(args, ensure_ascii=False)} if args else texts
 
 
 def choose_network_module(module: str, args: Mapping[str, Any], names: set[str]) -> tuple[str, dict[str, Any]]:
-    """The module that makes such a network and its arguments: the source's where it still says these algorithms."""
-    trained = names - {"full", "norm"} or names
-    name = next(iter(sorted(trained)), "lora")
-    native = module.startswith("networks.") and not module.endswith(("loha", "lokr"))
-    if native and trained == {"lora"}:
+    """The module that makes such a network and its arguments: the source's where it still says these algorithms.
+
+    "" where no program of kohya's or LyCORIS's makes it.
+    """
+    found = [find_algorithm(name) for name in sorted(names)]
+    trained = [one for one in found if not one.companion] or found or [LoRA()]
+    first = trained[0]
+    by_others = any(other.kohya_network == module for other in ADAPTER_ALGORITHMS if other.name != first.name)
+    if module.startswith("networks.") and not by_others and [one.name for one in trained] == [LoRA.name]:
         return module, dict(args)
     rest = {key: value for key, value in args.items() if key not in ("algo", "factor")}
-    if module == _LYCORIS_NETWORK_MODULE or name not in _KOHYA_NATIVE_NETWORKS or len(trained) > 1:
-        algo = _LYCORIS_NAME_BY_ALGORITHM.get(name, name)
-        former = str(args.get("algo", "")).lower()
-        return _LYCORIS_NETWORK_MODULE, dict(args) if former in (algo, name) else {**rest, "algo": algo}
-    return f"networks.{name}", dict(args) if module == f"networks.{name}" else rest
+    if module == _LYCORIS_NETWORK_MODULE or not first.kohya_network or len(trained) > 1:
+        algo, former = first.lycoris_algo, str(args.get("algo", "")).lower()
+        if not algo:
+            return "", rest
+        kept = former in (algo, *first.field_names)
+        return _LYCORIS_NETWORK_MODULE, dict(args) if kept else {**rest, "algo": algo}
+    return first.kohya_network, dict(args) if module == first.kohya_network else rest
 
 
 def format_one_or_dynamic(numbers: Sequence[float]) -> str:
@@ -230,3 +245,97 @@ def correct_prediction_type(stated: str | None, family: str) -> str:
 def add_kohya_hashes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The metadata with the hashes of these tensors in place of any others."""
     return {**metadata, **compute_kohya_hashes(tensors, metadata)}
+
+
+def compute_kohya_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    """`sshs_model_hash` (64 hex digits) and `sshs_legacy_hash` (8), for tensors and the metadata to go with them.
+
+    The former is the SHA-256 of the tensor bytes as the safetensors library orders them; the latter that of 64 KiB at
+    the first MiB of the file with kohya's texts as its only metadata, eight digits of it. Source: sd-scripts
+    library/train_util.py, precalculate_safetensors_hashes.
+    """
+    names = order_like_safetensors({name: tensor.dtype for name, tensor in tensors.items()})
+    texts = {key: text for key, text in metadata.items() if key.startswith("ss_")}
+    header = encode_header({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}, texts)
+    whole, window, position = hashlib.sha256(), hashlib.sha256(), 0
+    for chunk in iterate_file_chunks(header, tensors, names):
+        if position:  # the header is the first chunk, and no part of the model's hash
+            whole.update(chunk)
+        window.update(chunk[max(_LEGACY_HASH_BEGIN - position, 0) : max(_LEGACY_HASH_END - position, 0)])
+        position += len(chunk)
+    return {"sshs_model_hash": whole.hexdigest(), "sshs_legacy_hash": window.hexdigest()[:_LEGACY_HASH_DIGITS]}
+
+
+def iterate_file_chunks(header: bytes, tensors: Mapping[str, Tensor], names: list[str]) -> Iterator[bytes | memoryview]:
+    """A file's bytes, in pieces."""
+    yield header
+    for name in names:
+        yield get_tensor_bytes(tensors[name])
+
+
+def compute_kohya_file_hash(file: TensorFile) -> str:
+    """The `sshs_model_hash` that a file of one piece ought to state: the SHA-256 of its bytes behind the header."""
+    entries = list(file.entries.values())
+    digest = hashlib.sha256()
+    with file.path.open("rb") as stream:
+        stream.seek(entries[0].begin if entries else 0)
+        while piece := stream.read(_HASH_CHUNK_BYTES if entries else 0):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def build_diffusers_metadata(components: AdaptersByComponent, family: ModelSpec) -> dict[str, Any]:
+    """The content of lora_adapter_metadata: each component's configuration, its keys behind the component's name.
+
+    Source: diffusers loaders/lora_base.py, _pack_dict_with_prefix.
+    """
+    tables = {name: describe_for_peft(adapters, family)[1] for name, adapters in components.items()}
+    return {f"{name}.{key}": value for name, table in tables.items() for key, value in table.items()}
+
+
+def build_peft_config(components: AdaptersByComponent, family: ModelSpec) -> dict[str, Any]:
+    """The content of adapter_config.json; raises AdapterError (WRITE-ONE-COMPONENT) for several components."""
+    if len(components) > 1:
+        raise AdapterError(
+            f"a PEFT folder holds the adapter of one model, and this one adapts {' and '.join(components)}",
+            code="WRITE-ONE-COMPONENT",
+            subject=", ".join(components),
+            evidence={"components": list(components)},
+            remedy="Write diffusers' spelling, which names the components: --to diffusers.",
+        )
+    (adapters,) = components.values()
+    kind, table = describe_for_peft(adapters, family)
+    return {"peft_type": kind, "inference_mode": True, **table}
+
+
+def describe_for_peft(adapters: Mapping[str, SiteAdapter], family: ModelSpec) -> tuple[str, dict[str, Any]]:
+    """PEFT's name of an adapter, and the fields of its configuration; raises AdapterError for several algorithms."""
+    algorithms = {adapter.algorithm for adapter in adapters.values()}
+    if len(algorithms) > 1:
+        raise AdapterError(
+            f"a PEFT configuration is of one algorithm, and this adapter has {' and '.join(sorted(algorithms))}",
+            code="WRITE-CANNOT-SAY",
+            subject=", ".join(sorted(algorithms)),
+            evidence={"algorithms": sorted(algorithms)},
+            remedy="Convert it: --as lora.",
+        )
+    algorithm = find_algorithm(algorithms.pop())
+    return algorithm.peft_type, {
+        **algorithm.peft_config(adapters),
+        "target_modules": build_target_modules(adapters, family),
+    }
+
+
+def build_target_modules(adapters: Mapping[str, SiteAdapter], family: ModelSpec) -> list[str] | str:
+    """PEFT's target_modules: names, or one expression where a name is also the end of another module's."""
+    names = sorted(adapters)
+    templates = (site for component in family.adapters.components for site in component.sites)
+    sites = {blank_site_numbers(site.replace("{i}", "0")) for site in templates}
+    if any(site.endswith(f".{name}") for name in set(map(blank_site_numbers, names)) for site in sites):
+        return f"(?:{'|'.join(map(re.escape, names))})"
+    return names
+
+
+def blank_site_numbers(site: str) -> str:
+    """A site with its numbers blanked: the same for the like modules of all blocks."""
+    return re.sub(r"\d+", "#", site)

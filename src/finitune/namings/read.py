@@ -7,7 +7,6 @@ original model keeps several weights as one. A module that cannot be read fails 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,8 +14,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from finitune.adapters import find_algorithm
-from finitune.adapters.core import AdapterSet, Shape, SiteAdapter
+from finitune.adapters import ADAPTER_ALGORITHMS, find_algorithm
+from finitune.adapters.core import (
+    AdapterSet,
+    AmbiguityOptions,
+    FileFacts,
+    Shape,
+    SiteAdapter,
+    make_no_adapter_error,
+    read_single_number,
+)
+from finitune.adapters.lokr import LoKr
+from finitune.adapters.lora import LoRA
+from finitune.adapters.oft import constrain_rotation
+from finitune.adapters.tlora import TLoRA
 from finitune.errors import AdapterError
 from finitune.files.tensorfile import TensorFile
 from finitune.models import MODEL_FAMILIES
@@ -24,23 +35,12 @@ from finitune.models.spec import ModelSpec
 from finitune.namings.assemble import (
     assemble_site_adapter,
     attach_dora_magnitude,
-    constrain_rotation,
-    detect_glora_order,
     identify_group_algorithm,
-    make_adapter_roles_error,
-    read_single_number,
     read_tlora_as_lora,
 )
 from finitune.namings.cloneofsimo import is_cloneofsimo_key, rename_cloneofsimo_keys
-from finitune.namings.core import AmbiguityOptions, ParsedAdapter, SiteTarget, TensorRecord, TensorStatus
-from finitune.namings.finding_collector import (
-    FindingCollector,
-    UndividedLora,
-    compute_candidate_scale,
-    note_scales,
-    note_split_training,
-)
-from finitune.namings.fuse import is_same_tensor
+from finitune.namings.core import FindingCollector, ParsedAdapter, SiteTarget, TensorRecord, TensorStatus
+from finitune.namings.fused import is_same_tensor, split_fused_adapter
 from finitune.namings.identify import (
     FamilyMatch,
     ParsedName,
@@ -50,16 +50,21 @@ from finitune.namings.identify import (
     match_model_modules,
     read_producer_software,
 )
+from finitune.namings.keys import GroupedKeys, TensorGroup, group_keys_by_module
 from finitune.namings.metadata import check_network_metadata
 from finitune.namings.resolve import ResolvedModule, Resolver
-from finitune.namings.scales import interpret_stored_alpha, read_peft_configs, resolve_adapter_scale
-from finitune.namings.tensor_groups import GroupedKeys, TensorGroup, group_keys_by_module
+from finitune.namings.scales import (
+    UndividedLora,
+    compute_candidate_scale,
+    interpret_stored_alpha,
+    note_scales,
+    note_split_training,
+    read_peft_configs,
+    resolve_adapter_scale,
+)
+from finitune.namings.spellings import SPELLINGS, AdapterSpelling
 from finitune.namings.tensor_reader import TensorReader, to_meta_adapter
-from finitune.namings.unfuse import split_fused_adapter
 from finitune.report import Level
-
-_PRODUCER_BY_SPELLING = {"ai-toolkit": "ai-toolkit", "bfl-control": "Black Forest Labs"}
-"""Spellings whose producer is known to train with alpha = rank, though PEFT's suffixes leave the scale open."""
 
 
 def read_adapter(
@@ -104,8 +109,8 @@ class AdapterReader:
         self.sources: Counter[str] = Counter()
         self.unstated: set[str] = set()
         self.configs, self.config_findings = read_peft_configs(file.path, file.metadata)
-        self.order = ""
-        self.control = False
+        self.conventions: dict[str, str] = {}
+        self.spelling: AdapterSpelling | None = None
 
     def read(self, model: ModelSpec | None, resolver: Resolver | None) -> ParsedAdapter:
         """The whole file; see `read_adapter`."""
@@ -117,21 +122,25 @@ class AdapterReader:
             case, found = identify_adapter_family(gathered.groups, metadata, MODEL_FAMILIES, model)
         else:
             case, found = match_model_modules(resolver, gathered.groups), []
-        spelling, spelled = detect_spelling(case, gathered.groups, metadata)
-        name = spelling.name if spelling is not None else ""
-        self.control = name == "bfl-control"
-        self.order = detect_glora_order(
-            ((g, self.find_known_shape(case.sights[g.module].found)) for g in gathered.groups), self.answers
-        )
+        self.spelling, spelled = detect_spelling(case, gathered.groups, metadata)
+        name = self.spelling.name if self.spelling is not None else ""
+        modules = [
+            (
+                {role: member.shape for role, member in g.members.items()},
+                self.find_known_shape(case.sights[g.module].found),
+            )
+            for g in gathered.groups
+        ]
+        self.conventions = {one.name: one.detect_convention(modules, self.answers) for one in ADAPTER_ALGORITHMS}
         for group in gathered.groups:
             self.take(group, case.sights[group.module])
         self.account_for_other_keys(gathered)
         split_scale = note_split_training(self.wholes, self.notes)
         split_scale = {site: count for site, count in split_scale.items() if site in self.sites}
         self.note_names(case, gathered, name, spelled)
-        producer = _PRODUCER_BY_SPELLING.get(name, "") or _PRODUCER_BY_SPELLING.get(
-            read_producer_software(metadata), ""
-        )
+        software = read_producer_software(metadata)
+        producers = (spelling for spelling in SPELLINGS if spelling.name == name or software == spelling.software != "")
+        producer = next((one.producer for one in producers if one.producer), "")
         found += self.config_findings + check_network_metadata(metadata)
         found += note_scales(self.sources, self.unstated, metadata, producer)
         embeddings = {key: self.shelf.read(key) for key in gathered.embeddings}
@@ -154,7 +163,6 @@ class AdapterReader:
         return self.shapes.get(f"{found.landing.component}.{sites[0]}") if found and len(sites) == 1 else None
 
     def take(self, group: TensorGroup, sight: ParsedName) -> None:
-        """Read one module; account for each of its tensors."""
         if group.roles == {"alpha"}:
             why = "alpha without an adapter"
             self.notes.add(Level.WARNING, "ADAPTER-ORPHAN-ALPHA", group.module, f"{why}: nothing is scaled by it", {})
@@ -176,33 +184,35 @@ class AdapterReader:
         config = self.configs.get(landing.component) or self.configs.get("")
         weight = group.members.get("weight")
         if weight is not None and "bfl" in weight.suffix.dialects and found.entry.place.weight != ".scale":
-            raise make_adapter_roles_error(group, "it is a whole weight, as models have, and no change of one")
+            raise make_no_adapter_error(group.roles, "it is a whole weight, as models have, and no change of one")
         alpha = group.members.get("alpha")
         stated = None if alpha is None else read_single_number(self.shelf.read(alpha.key), "alpha")
         name, unused = identify_group_algorithm(group), ""
-        if name == "tlora":
+        if name == TLoRA.name:
             adapter = self.read_tlora(group, landing, stated)
         else:
-            adapter = assemble_site_adapter(group, self.shelf, self.order, known, config)
+            facts = FileFacts(known, config.table if config else {}, self.conventions.get(name, ""))
+            adapter = assemble_site_adapter(group, self.shelf, name, facts)
         adapter = attach_dora_magnitude(adapter, group, self.shelf, self.answers)
-        if adapter.algorithm in ("oft", "boft"):
+        if find_algorithm(adapter.algorithm).alpha_means == "constraint":
             adapter = self.constrain_adapter(adapter, group, sight, stated)
-        elif name != "tlora":
+        elif name != TLoRA.name:
             scaled = resolve_adapter_scale(adapter, stated, config, [sight.name, *landing.sites], self.answers)
             adapter, unused = scaled.adapter, scaled.unused
             if not unused:
                 self.count_scale(scaled.source, group)
-            if stated is not None and unused and adapter.algorithm == "lokr":
+            if stated is not None and unused and adapter.algorithm == LoKr.name:
                 self.note_full_lokr(group, stated)
             self.note_rank(group, adapter, config and config.rank([sight.name, *landing.sites]))
-        if self.control and adapter.algorithm == "lora" and can_widen_model_input(adapter, known):
+        widens = self.spelling is not None and self.spelling.widens_inputs
+        if widens and adapter.algorithm == LoRA.name and can_widen_model_input(adapter, known):
             adapter = replace(adapter, options={**adapter.options, "reshape": True})
         parts = split_fused_adapter(adapter, landing, self.shapes)
         for site, part in parts.items():
             key = f"{landing.component}.{site}"
             find_algorithm(part.algorithm).check(to_meta_adapter(part), self.shapes.get(key))
         self.put(group, landing.component, parts, unused)
-        if name == adapter.algorithm == "lora":
+        if name == adapter.algorithm == LoRA.name:
             self.wholes.append(UndividedLora(group.module, landing, adapter))
 
     def read_tlora(self, group: TensorGroup, landing: SiteTarget, stated: float | None) -> SiteAdapter:
@@ -241,19 +251,13 @@ class AdapterReader:
     ) -> SiteAdapter:
         """A rotation with the constraint that its alpha is; raises AdapterError for one that is no bound."""
         kohya = sight.prefix.startswith("oft_")
-        if alpha is not None and not (math.isfinite(alpha) and alpha >= 0):
-            raise AdapterError(
-                f"alpha, the constraint of a rotation, is {alpha:g}",
-                code="ADAPTER-ALPHA",
-                evidence={"alpha": str(alpha)},
-                remedy="Export the adapter again, with alpha in fp32.",
-            )
+        bound = constrain_rotation(adapter, None if "rotation" in group.roles else alpha, kohya)
         if kohya and alpha == 0:
             message = (
                 "alpha is 0: in kohya's program such an OFT turns nothing; here it is read as without a constraint"
             )
             self.notes.add(Level.WARNING, "ADAPTER-OFT-ALPHA", group.module, message, {"alpha": 0.0})
-        return constrain_rotation(adapter, None if group.roles & {"rotation"} else alpha, kohya=kohya)
+        return bound
 
     def note_full_lokr(self, group: TensorGroup, alpha: float) -> None:
         """Say that alpha is left out where both factors of a LoKr are full, and what it might have meant."""
@@ -308,6 +312,7 @@ class AdapterReader:
         for key, why in gathered.explained.items():
             self.write([key], "explained", why=why)
         self.write(list(gathered.unknown), "unmatched", why="no suffix of any adapter")
+        self.write([key for key in gathered.shared if key not in self.ledger], "unmatched", why="no module has it")
         for key in gathered.unknown:
             message = "tensors whose names end as no adapter's do"
             remedy = "If the file is good otherwise, convert or merge it without them: --allow-unmatched."
@@ -329,10 +334,8 @@ class AdapterReader:
                 remedy = "A name was cut short when it was saved: export it again, or leave it out: --allow-unmatched."
                 self.notes.add(Level.ERROR, "ADAPTER-CONTAINER", module, message, {}, remedy)
                 continue
-            message = (
-                f"{missing[prefix]} of {behind[prefix]} modules {describe_prefix_place(prefix)} are none of "
-                f"{get_match_title(case)}"
-            )
+            where = f"behind {prefix!r}" if prefix else "without a known prefix"
+            message = f"{missing[prefix]} of {behind[prefix]} modules {where} are none of {get_match_title(case)}"
             remedy = "Name the model that it was made for, or a checkpoint, for its own modules: --model."
             self.notes.add(Level.ERROR, "ADAPTER-UNMATCHED", module, message, {}, remedy)
         for group in gathered.groups:
@@ -349,11 +352,6 @@ class AdapterReader:
 
 
 _NOT_FOUND_REASONS = {"a container, not a module", "no such module"}
-
-
-def describe_prefix_place(prefix: str) -> str:
-    """Words for where modules stand in a file."""
-    return f"behind {prefix!r}" if prefix else "without a known prefix"
 
 
 def can_widen_model_input(adapter: SiteAdapter, known: Shape | None) -> bool:

@@ -10,16 +10,20 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from finitune.adapters import find_algorithm
-from finitune.adapters.core import SiteAdapter
+from finitune.adapters.core import AmbiguityOptions, SiteAdapter
+from finitune.adapters.lokr import LoKr
 from finitune.errors import AdapterError
-from finitune.namings.core import PEFT_CONFIG_FILE_NAME, AmbiguityOptions
-from finitune.namings.metadata import DIFFUSERS_METADATA_KEY, parse_metadata_table
+from finitune.namings.core import PEFT_CONFIG_FILE_NAME, SCALE_UNKNOWN_CODE, FindingCollector, SiteTarget
+from finitune.namings.metadata import DIFFUSERS_METADATA_KEY, parse_metadata_number, parse_metadata_table
 from finitune.report import Finding, Level
 
 _SCALE_TOLERANCE = 2.0**-7
@@ -121,12 +125,12 @@ def resolve_adapter_scale(
     """
     algorithm, names = find_algorithm(adapter.algorithm), list(names)
     stated = config.alpha(names) if config is not None else None
-    if config is not None and adapter.algorithm == "lokr" and algorithm.rank(adapter) is None:
+    if config is not None and adapter.algorithm == LoKr.name and algorithm.rank(adapter) is None:
         rank = config.rank(names)
         if rank is not None and stated is not None:  # PEFT divides by it even where both factors are full
             adapter = replace(adapter, options={**adapter.options, "rank": rank})
     rank = algorithm.rank(adapter)
-    if rank is None and adapter.algorithm == "lokr":
+    if rank is None and adapter.algorithm == LoKr.name:
         usable = tensor is not None and math.isfinite(tensor) and tensor > 0
         kept = replace(adapter, alpha=tensor) if usable else adapter  # LyCORIS cannot load a file without it
         return ScaledAdapter(kept, "", "two full factors have no rank to divide it by")
@@ -173,3 +177,101 @@ def interpret_stored_alpha(alpha: float, rank: int, answers: AmbiguityOptions) -
         evidence={"alpha": str(alpha), "rank": rank},
         remedy="Export the adapter again, with alpha in fp32; or set alpha right in the file.",
     )
+
+
+def note_scales(
+    sources: Counter[str], unstated: Iterable[str], metadata: Mapping[str, str], producer: str
+) -> list[Finding]:
+    """Which places stated the scales of how many modules, and what is assumed where none did.
+
+    `unstated` are the dialects of the modules without a scale; `producer` is who is known to train with alpha = rank.
+    """
+    found: list[Finding] = []
+    stated = {source: count for source, count in sources.items() if source}
+    if stated:
+        message = "scales are stated by " + ", ".join(f"{source} ({count})" for source, count in stated.items())
+        found.append(Finding(Level.NOTE, "ADAPTER-SCALE-SOURCE", "", message, dict(stated)))
+    missing = sources.get("", 0)
+    if not missing:
+        return found
+    evidence: dict[str, object] = {"modules": missing, **compute_candidate_scale(metadata, "ss_network_alpha")}
+    peft = bool(set(unstated) & {"peft", "genmo"})
+    if peft and not producer:
+        message = "scale unknown: 1 is assumed, because PEFT keeps alpha outside of the tensors and no file states it"
+        remedy = "Put adapter_config.json beside the file, or say what alpha / rank is: --scale 1 where they are equal."
+        found.append(Finding(Level.WARNING, SCALE_UNKNOWN_CODE, "", message, evidence, remedy))
+    else:
+        why = f"{producer} trains with alpha = rank" if producer else "every program reads its absence so"
+        message = f"alpha is absent from {missing} modules: scale 1, because {why}"
+        found.append(Finding(Level.NOTE, "ADAPTER-NO-ALPHA", "", message, evidence))
+    return found
+
+
+def compute_candidate_scale(metadata: Mapping[str, str], alpha: str | float) -> dict[str, object]:
+    """The scale that the metadata's dimension would make of an alpha, given or named; {} without either."""
+    number = parse_metadata_number(metadata, alpha)[0] if isinstance(alpha, str) else alpha
+    dimension = parse_metadata_number(metadata, "ss_network_dim")[0]
+    if number is None or not dimension or not math.isfinite(number):
+        return {}
+    return {"alpha": number, "ss_network_dim": dimension, "candidate scale": number / dimension}
+
+
+@dataclass(frozen=True)
+class UndividedLora:
+    """A LoRA as it stands in the file, before a fused weight is divided."""
+
+    module: str
+    landing: SiteTarget
+    adapter: SiteAdapter
+
+    @property
+    def rank(self) -> int:
+        return self.adapter.tensors["down"].shape[0]
+
+    @property
+    def sites(self) -> list[str]:
+        """The sites that its rows are, with their component."""
+        return [f"{self.landing.component}.{site}" for site in self.landing.sites]
+
+
+def note_split_training(wholes: list[UndividedLora], notes: FindingCollector) -> dict[str, int]:
+    """Warn of LoRA trained as n parts, and saved as one of n times the rank that kept the parts' alpha: {site: n}.
+
+    Every program then divides by a rank n times too large. Known by a block-diagonal `up` whose rank is n times the
+    other modules', at the same alpha. Source: kohya-ss/sd-scripts issue 2204.
+    """
+    found: dict[str, int] = {}
+    usual = Counter((whole.rank, whole.adapter.alpha) for whole in wholes).most_common()
+    for whole in wholes:
+        for (rank, alpha), _ in usual:
+            count = whole.rank // rank
+            if alpha is not None and count > 1 and whole.rank == count * rank and whole.adapter.alpha == alpha:
+                if not whole.adapter.rank_stabilised and is_block_diagonal(whole, count):
+                    message = (
+                        f"its rank is {count} times {rank} because {count} parts were trained apart, "
+                        f"but alpha is that of one part: it acts at 1/{count} of its strength"
+                    )
+                    remedy = (
+                        f"Multiply alpha by {count} at these modules ({alpha:g} to {alpha * count:g}): "
+                        "finitune convert FILE --to kohya --fix-split-scale"
+                    )
+                    evidence = {"rank": whole.rank, "usual rank": rank, "alpha": alpha, "right alpha": alpha * count}
+                    notes.add(Level.WARNING, "ADAPTER-SPLIT-SCALE", whole.module, message, evidence, remedy)
+                    found |= dict.fromkeys(whole.sites, count)
+                break
+    return found
+
+
+def is_block_diagonal(whole: UndividedLora, count: int) -> bool:
+    """Whether `up` is `count` blocks along its diagonal and zero beside them, each block having something in it."""
+    up = whole.adapter.tensors["up"].flatten(1).float()
+    rank, inputs = up.shape[1] // count, whole.adapter.tensors["down"].shape[1]
+    if whole.landing.division == "by-input" and len(whole.landing.sites) == count:
+        sizes = [inputs] * (count - 1) + [up.shape[0] - inputs * (count - 1)]
+    else:
+        sizes = [up.shape[0] // count] * count
+    if sum(sizes) != up.shape[0] or min(sizes) <= 0:
+        return False
+    blocks = [block.split(rank, dim=1)[n] for n, block in enumerate(up.split(sizes))]
+    within = [int(torch.count_nonzero(block)) for block in blocks]
+    return all(within) and int(torch.count_nonzero(up)) == sum(within)

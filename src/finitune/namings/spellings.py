@@ -1,6 +1,6 @@
 """The spellings of adapter files, by the names that the field has for them.
 
-A key is a prefix that names the component, the module's name, and a suffix (see `suffixes`). The module's name is
+A key is a prefix that names the component, the module's name, and a suffix (see `keys`). The module's name is
 diffusers' own or that of the model's original code; flat spellings have underscores for its dots. Module names stand
 in the tables of the model families, so that a spelling says nothing about any family.
 """
@@ -8,10 +8,10 @@ in the tables of the model families, so that a spelling says nothing about any f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from finitune.adapters.core import AdapterProgram, SuffixDialect
 from finitune.models.sites import ComponentSites
-from finitune.namings.suffixes import SuffixDialect
 
 NamingStyle = Literal["diffusers", "original", "kohya"]
 PrefixSide = Literal["denoiser", "text", "any"]
@@ -50,7 +50,10 @@ class AdapterSpelling:
     `prefixes`: a component has the first one that can name it. `dialects`: how roles are spelled, in order of
     preference. `names`: whose module names follow the prefix ("kohya": as the component's `kohya_native` says).
     `alpha`: whether the file keeps it in tensors, in metadata, or nowhere, so that the scale is 1. `software` is what
-    the metadata of the producer says, where only that tells it apart.
+    the metadata of the producer says, where only that tells it apart; `producer` is known to train with alpha = rank,
+    where the suffixes leave the scale open. `programs` are known to read it, if the model is one that they map;
+    `written_for` are those for which it is the spelling to convert to. `holds`: which algorithms it can say ("peft":
+    those that PEFT's configuration describes). `widens_inputs`: its adapters may have more inputs than the model.
     """
 
     name: str
@@ -61,6 +64,11 @@ class AdapterSpelling:
     flat: bool = False
     alpha: Literal["tensor", "metadata", "nowhere"] = "tensor"
     software: str = ""
+    producer: str = ""
+    programs: tuple[AdapterProgram, ...] = ()
+    written_for: tuple[AdapterProgram, ...] = ()
+    holds: Literal["any", "lora", "peft"] = "any"
+    widens_inputs: bool = False
 
     def texts(self, component: ComponentSites) -> tuple[str, ...]:
         """Every prefix that this spelling may put before a component's modules, the one that we write first."""
@@ -81,7 +89,16 @@ _COMPONENT_PREFIX = KeyPrefix("{component}.")
 _COMFY_TEXT_PREFIX = KeyPrefix("text_encoders.{comfy}.transformer.", "text")
 
 SPELLINGS: tuple[AdapterSpelling, ...] = (
-    AdapterSpelling("kohya", "kohya / LyCORIS", (KeyPrefix("lora_{role}_"),), ("kohya",), "kohya", flat=True),
+    AdapterSpelling(
+        "kohya",
+        "kohya / LyCORIS",
+        (KeyPrefix("lora_{role}_"),),
+        ("kohya",),
+        "kohya",
+        flat=True,
+        programs=("diffusers", "ComfyUI", "A1111", "Forge", "sd-scripts"),
+        written_for=("A1111", "Forge", "sd-scripts"),
+    ),
     AdapterSpelling(
         "onetrainer",
         "OneTrainer",
@@ -89,15 +106,48 @@ SPELLINGS: tuple[AdapterSpelling, ...] = (
         ("kohya", "peft"),
         "diffusers",
         flat=True,
-    ),
-    AdapterSpelling("lycoris", "LyCORIS, generic", (KeyPrefix("lycoris_"),), ("kohya",), "kohya", flat=True),
-    AdapterSpelling("videox-fun", "VideoX-Fun", (KeyPrefix("lora_{role}__"),), ("kohya",), "kohya", flat=True),
-    AdapterSpelling("kohya-oft", "kohya OFT", (KeyPrefix("oft_{role}_"),), ("kohya",), "kohya", flat=True),
-    AdapterSpelling(
-        "cascade", "OneTrainer, Stable Cascade", (KeyPrefix("lora_prior_{role}_"),), ("kohya",), "kohya", flat=True
+        programs=("ComfyUI", "Forge"),
     ),
     AdapterSpelling(
-        "diffusers", "diffusers (PEFT)", (_COMPONENT_PREFIX,), ("peft", "genmo"), "diffusers", alpha="metadata"
+        "lycoris",
+        "LyCORIS, generic",
+        (KeyPrefix("lycoris_"),),
+        ("kohya",),
+        "kohya",
+        flat=True,
+        programs=("ComfyUI", "A1111", "Forge"),
+    ),
+    AdapterSpelling(
+        "videox-fun", "VideoX-Fun", (KeyPrefix("lora_{role}__"),), ("kohya",), "kohya", flat=True, programs=("ComfyUI",)
+    ),
+    AdapterSpelling(
+        "kohya-oft",
+        "kohya OFT",
+        (KeyPrefix("oft_{role}_"),),
+        ("kohya",),
+        "kohya",
+        flat=True,
+        programs=("A1111", "sd-scripts"),
+    ),
+    AdapterSpelling(
+        "cascade",
+        "OneTrainer, Stable Cascade",
+        (KeyPrefix("lora_prior_{role}_"),),
+        ("kohya",),
+        "kohya",
+        flat=True,
+        programs=("ComfyUI",),
+    ),
+    AdapterSpelling(
+        "diffusers",
+        "diffusers (PEFT)",
+        (_COMPONENT_PREFIX,),
+        ("peft", "genmo"),
+        "diffusers",
+        alpha="metadata",
+        programs=("diffusers", "ComfyUI", "Forge"),
+        written_for=("diffusers",),
+        holds="lora",
     ),
     AdapterSpelling(
         "ai-toolkit",
@@ -107,6 +157,8 @@ SPELLINGS: tuple[AdapterSpelling, ...] = (
         "original",
         alpha="nowhere",
         software="ai-toolkit",
+        programs=("diffusers", "ComfyUI", "Forge"),
+        producer="ai-toolkit",
     ),
     AdapterSpelling(
         "comfy",
@@ -114,6 +166,8 @@ SPELLINGS: tuple[AdapterSpelling, ...] = (
         (KeyPrefix("diffusion_model.", "denoiser"), _COMFY_TEXT_PREFIX),
         ("peft", "kohya", "comfy", "genmo"),
         "original",
+        programs=("diffusers", "ComfyUI", "Forge"),
+        written_for=("ComfyUI",),
     ),
     AdapterSpelling(
         "omi",
@@ -121,6 +175,7 @@ SPELLINGS: tuple[AdapterSpelling, ...] = (
         (KeyPrefix("{component}.", "denoiser"), KeyPrefix("{comfy}.", "text"), KeyPrefix("t5.", "text")),
         ("kohya",),
         "original",
+        programs=(),
     ),
     AdapterSpelling(
         "diffusers-old",
@@ -129,21 +184,66 @@ SPELLINGS: tuple[AdapterSpelling, ...] = (
         ("diffusers-old",),
         "diffusers",
         alpha="nowhere",
-    ),
-    AdapterSpelling("peft", "PEFT", (_PEFT_PREFIX,), ("peft",), "diffusers", alpha="metadata"),
-    AdapterSpelling("fal", "fal (PEFT over original names)", (_PEFT_PREFIX,), ("peft",), "original", alpha="metadata"),
-    AdapterSpelling("xlabs", "XLabs", (_BARE_PREFIX,), ("xlabs",), "original", alpha="nowhere"),
-    AdapterSpelling(
-        "diffusers-bare", "diffusers names, no prefix", (_BARE_PREFIX,), ("kohya", "peft", "genmo"), "diffusers"
+        programs=("diffusers", "ComfyUI", "Forge"),
     ),
     AdapterSpelling(
-        "original-bare", "original names, no prefix", (_BARE_PREFIX,), ("kohya", "peft", "genmo"), "original"
+        "peft",
+        "PEFT",
+        (_PEFT_PREFIX,),
+        ("peft",),
+        "diffusers",
+        alpha="metadata",
+        programs=("PEFT",),
+        written_for=("PEFT",),
+        holds="peft",
     ),
     AdapterSpelling(
-        "bfl-control", "Black Forest Labs control", (_BARE_PREFIX,), ("peft", "bfl"), "original", alpha="nowhere"
+        "fal",
+        "fal (PEFT over original names)",
+        (_PEFT_PREFIX,),
+        ("peft",),
+        "original",
+        alpha="metadata",
+        programs=("diffusers",),
+        holds="peft",
     ),
     AdapterSpelling(
-        "diffusers-dotted", "diffusers names, kohya suffixes", (_COMPONENT_PREFIX,), ("kohya", "peft"), "diffusers"
+        "xlabs", "XLabs", (_BARE_PREFIX,), ("xlabs",), "original", alpha="nowhere", programs=("diffusers",)
+    ),
+    AdapterSpelling(
+        "diffusers-bare",
+        "diffusers names, no prefix",
+        (_BARE_PREFIX,),
+        ("kohya", "peft", "genmo"),
+        "diffusers",
+        programs=("diffusers",),
+    ),
+    AdapterSpelling(
+        "original-bare",
+        "original names, no prefix",
+        (_BARE_PREFIX,),
+        ("kohya", "peft", "genmo"),
+        "original",
+        programs=("ComfyUI",),
+    ),
+    AdapterSpelling(
+        "bfl-control",
+        "Black Forest Labs control",
+        (_BARE_PREFIX,),
+        ("peft", "bfl"),
+        "original",
+        alpha="nowhere",
+        programs=("diffusers", "ComfyUI"),
+        producer="Black Forest Labs",
+        widens_inputs=True,
+    ),
+    AdapterSpelling(
+        "diffusers-dotted",
+        "diffusers names, kohya suffixes",
+        (_COMPONENT_PREFIX,),
+        ("kohya", "peft"),
+        "diffusers",
+        programs=("ComfyUI",),
     ),
     AdapterSpelling(
         "cloneofsimo",
@@ -152,9 +252,13 @@ SPELLINGS: tuple[AdapterSpelling, ...] = (
         ("cloneofsimo",),
         "diffusers",
         alpha="nowhere",
+        programs=(),
     ),
 )
 """In the order in which they are preferred where a file fits several."""
+
+WritableSpelling = Literal["kohya", "comfy", "diffusers", "peft"]
+WRITABLE_SPELLINGS: tuple[WritableSpelling, ...] = get_args(WritableSpelling)
 
 WRAPPER_PREFIXES = ("base_model.model.", "module.", "_orig_mod.", "model.diffusion_model.", "model.")
 """What wrapping a model puts before the names of its modules: PEFT, data parallel, torch.compile, whole checkpoints."""

@@ -21,6 +21,7 @@ from finitune.adapters import find_algorithm
 from finitune.adapters.convert import Exactness
 from finitune.adapters.core import AdapterSet, SiteAdapter
 from finitune.adapters.lokr import get_row_range
+from finitune.adapters.lora import LoRA
 from finitune.adapters.narrow import (
     NarrowedAdapter,
     classify_narrowing,
@@ -28,25 +29,31 @@ from finitune.adapters.narrow import (
     make_dtype_overflow_error,
     narrow_adapter,
 )
-from finitune.adapters.oft import count_turned_outputs
 from finitune.errors import AdapterError, NumericsError, UsageError
 from finitune.models.spec import ModelSpec
 from finitune.namings.core import SiteTarget
-from finitune.namings.fuse import (
+from finitune.namings.fused import (
     fold_scale_into_factor,
     fuse_site_adapters,
     infer_weight_rows,
+    is_same_tensor,
     swap_site_adapter_halves,
 )
-from finitune.namings.metadata import DIFFUSERS_METADATA_KEY, Receipt, add_kohya_hashes, build_adapter_metadata
-from finitune.namings.peft_config import blank_site_numbers, build_diffusers_metadata, build_peft_config
+from finitune.namings.keys import find_suffix
+from finitune.namings.metadata import (
+    DIFFUSERS_METADATA_KEY,
+    Receipt,
+    add_kohya_hashes,
+    blank_site_numbers,
+    build_adapter_metadata,
+    build_diffusers_metadata,
+    build_peft_config,
+)
 from finitune.namings.resolve import Resolver
-from finitune.namings.spellings import AdapterSpelling, get_spelling
-from finitune.namings.suffixes import find_suffix
+from finitune.namings.spellings import WRITABLE_SPELLINGS, AdapterSpelling, get_spelling
 from finitune.namings.tensor_reader import to_meta_adapter
 from finitune.report import Finding
 
-WRITABLE_SPELLINGS = ("kohya", "comfy", "diffusers", "peft")
 _KOHYA_PREFERRED_ROLES = ("magnitude", "alpha", "diff_b")
 """Roles that ComfyUI reads best in kohya's words, whatever surrounds them."""
 _CONVERT_TO_LORA_REMEDY = "Convert it: --as lora (with --rank N if it may be approximate)."
@@ -126,6 +133,7 @@ def write_adapter(
             remedy="Check that the file is an adapter. Learned token embeddings need no conversion.",
         )
     tensors = {key: tensor for module in modules for key, tensor in encode_module_tensors(module, form)}
+    require_one_shared(modules)
     components = {module.component: {} for module in modules}
     for module in modules:
         components[module.component][module.name] = module.adapter
@@ -243,8 +251,10 @@ def infer_part_rows(i: int, parts: Sequence[SiteAdapter | None], landing: SiteTa
 
 def to_spellable_adapter(adapter: SiteAdapter, form: AdapterSpelling, site: str) -> tuple[SiteAdapter, Exactness]:
     """The adapter as the spelling can say it, and what that cost; raises AdapterError (WRITE-...) where it cannot."""
-    if form.alpha == "metadata" and adapter.algorithm != "lora":
-        remedy = _CONVERT_TO_LORA_REMEDY if find_algorithm(adapter.algorithm).additive else ""
+    algorithm = find_algorithm(adapter.algorithm)
+    held = {"any": True, "peft": bool(algorithm.peft_type), "lora": adapter.algorithm == LoRA.name}[form.holds]
+    if not held:
+        remedy = _CONVERT_TO_LORA_REMEDY if algorithm.additive else ""
         raise make_cannot_say_error(site, adapter, form, "it knows LoRA alone", remedy)
     if get_row_range(adapter) is not None:
         why = "it is some rows of a larger Kronecker product, and no other module has the rest"
@@ -260,15 +270,15 @@ def to_spellable_adapter(adapter: SiteAdapter, form: AdapterSpelling, site: str)
     if adapter.options.get("reshape") and form.alpha == "tensor":
         roles.append("reshape")
     for role in roles:
-        if find_suffix(role, adapter.algorithm, form.dialects) is None:
+        if not has_word(role, adapter, form):
             raise make_cannot_say_error(site, adapter, form, f"it has no word for {role}")
-    if adapter.algorithm == "lokr" and "rank" in adapter.options:
+    if "rank" in adapter.options:
         # Only PEFT divides alpha by a rank that no tensor has.
         return replace(fold_scale_into_factor(adapter), alpha=None, options={}), Exactness.EXACT
     if adapter.alpha is not None and adapter.alpha <= 0:  # which programs read in several ways
         return fold_scale_into_factor(adapter), Exactness.EXACT
     if form.alpha == "tensor" and adapter.rank_stabilised:
-        rank = find_algorithm(adapter.algorithm).rank(adapter)
+        rank = algorithm.rank(adapter)
         alpha = None if adapter.alpha is None or rank is None else adapter.alpha * math.sqrt(rank)
         return replace(adapter, alpha=alpha, rank_stabilised=False), Exactness.LOSSLESS
     return adapter, Exactness.LOSSLESS
@@ -290,41 +300,27 @@ def require_finite_module(module: OutputModule, dtype: torch.dtype | None) -> Na
 
 def encode_module_tensors(module: OutputModule, form: AdapterSpelling) -> Iterator[tuple[str, Tensor]]:
     """The keys and tensors of one module."""
-    adapter, algorithm = module.adapter, module.adapter.algorithm
+    adapter, algorithm = module.adapter, find_algorithm(module.adapter.algorithm)
     base = module.prefix + (module.name.replace(".", "_") if form.flat else module.name)
     roles = dict(adapter.tensors)
     if adapter.magnitude is not None:
         roles["magnitude"] = build_magnitude_tensor(adapter, form)
     if form.alpha == "tensor":
-        alpha = compute_alpha_tensor_value(adapter)
+        alpha = algorithm.stored_alpha(adapter)
+        roles |= algorithm.to_file(adapter)
         if alpha is not None:
             roles["alpha"] = torch.tensor(alpha, dtype=torch.float32)
-        if algorithm == "ia3":
-            roles["on_input"] = torch.tensor(bool(adapter.options.get("on_input")))
         if adapter.options.get("reshape"):
-            roles["reshape"] = torch.tensor(find_algorithm(algorithm).shape(adapter))
+            roles["reshape"] = torch.tensor(algorithm.shape(adapter))
     for role, tensor in roles.items():
-        dialects = (
-            ("kohya", *form.dialects) if role in _KOHYA_PREFERRED_ROLES and form.alpha == "tensor" else form.dialects
-        )
-        suffix = find_suffix(role, algorithm, dialects)
-        assert suffix is not None  # form_of has seen to it
+        known = algorithm.roles.get(role)
+        if known is not None and known.shared_key:
+            yield known.shared_key, tensor.contiguous()
+            continue
+        by_kohya = role in _KOHYA_PREFERRED_ROLES and form.alpha == "tensor"
+        suffix = find_suffix(role, algorithm.name, ("kohya", *form.dialects) if by_kohya else form.dialects)
+        assert suffix is not None  # to_spellable_adapter has seen to it
         yield base + suffix.text, tensor.contiguous()
-
-
-def compute_alpha_tensor_value(adapter: SiteAdapter) -> float | None:
-    """What the alpha tensor says: the numerator of the scale, or a rotation's constraint per output.
-
-    Where none was stated, the rank: left out, some programs would take 1. A LoKr without a rank has 1, which LyCORIS
-    cannot load without and nothing is changed by.
-    """
-    algorithm = find_algorithm(adapter.algorithm)
-    if adapter.algorithm in ("oft", "boft"):
-        return float(adapter.options.get("constraint", 0.0)) / count_turned_outputs(adapter)
-    if adapter.alpha is not None:
-        return adapter.alpha
-    rank = algorithm.rank(adapter)
-    return 1.0 if rank is None and adapter.algorithm == "lokr" else rank
 
 
 def build_magnitude_tensor(adapter: SiteAdapter, form: AdapterSpelling) -> Tensor:
@@ -338,6 +334,24 @@ def build_magnitude_tensor(adapter: SiteAdapter, form: AdapterSpelling) -> Tenso
     if form.alpha == "metadata":
         return values.reshape(1, -1, *kernel) if kernel else values
     return values.reshape(-1, 1, *kernel) if adapter.magnitude.side == "out" else values.reshape(1, -1, *kernel)
+
+
+def require_one_shared(modules: Sequence[OutputModule]) -> None:
+    """Raise AdapterError (WRITE-SHARED) where modules have different tensors in a role that a file holds once."""
+    seen: dict[str, tuple[str, Tensor]] = {}
+    for module in modules:
+        for role, known in find_algorithm(module.adapter.algorithm).roles.items():
+            if not known.shared_key:
+                continue
+            path, first = seen.setdefault(known.shared_key, (module.path, module.adapter.tensors[role]))
+            if not is_same_tensor(first, module.adapter.tensors[role]):
+                raise AdapterError(
+                    f"{path} and {module.path} have different tensors for {known.shared_key}, which a file holds once",
+                    code="WRITE-SHARED",
+                    subject=module.path,
+                    evidence={"role": role, "modules": [path, module.path]},
+                    remedy="They are of two trainings: convert each by itself, or --as lora.",
+                )
 
 
 def make_no_name_error(site: str, family: ModelSpec, form: AdapterSpelling) -> AdapterError:
@@ -369,4 +383,12 @@ def make_cannot_say_error(
 
 def has_all_suffixes(adapter: SiteAdapter, form: AdapterSpelling) -> bool:
     """Whether a spelling has a word for every role of an adapter."""
-    return all(find_suffix(role, adapter.algorithm, form.dialects) for role in adapter.tensors)
+    return all(has_word(role, adapter, form) for role in adapter.tensors)
+
+
+def has_word(role: str, adapter: SiteAdapter, form: AdapterSpelling) -> bool:
+    """Whether a spelling can name a role; what all modules share has a place in PEFT's files alone."""
+    known = find_algorithm(adapter.algorithm).roles.get(role)
+    if known is not None and known.shared_key:
+        return form.holds == "peft"
+    return find_suffix(role, adapter.algorithm, form.dialects) is not None

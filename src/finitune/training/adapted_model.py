@@ -22,8 +22,6 @@ from finitune.models.loaded import DenoiserCallable
 from finitune.training.compute_precision import PrecisionComponent
 from finitune.training.sites import SiteSelection
 
-_SCALABLE_ROLES = ("up", "w1", "w1_a", "diff")
-"""The factors that a change is proportional to."""
 
 
 @dataclass
@@ -106,8 +104,7 @@ class AdaptedModel:
             for layer in attached.layers.values():
                 adapter = layer.adapter
                 algorithm = find_algorithm(adapter.algorithm)
-                role = next((role for role in _SCALABLE_ROLES if role in adapter.tensors), None)
-                if not algorithm.additive or role is None:
+                if not algorithm.additive:
                     continue
                 norm = float(
                     torch.linalg.vector_norm(
@@ -115,7 +112,9 @@ class AdaptedModel:
                     )
                 )
                 if norm > largest:
-                    adapter.tensors[role].mul_(largest / norm)
+                    for role in algorithm.roles_where(scaled=True):
+                        if role in adapter.tensors:
+                            adapter.tensors[role].mul_(largest / norm)
                     limited += 1
         return limited
 

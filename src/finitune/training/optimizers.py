@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from finitune.adapters import ADAPTER_ALGORITHMS, find_algorithm
 from finitune.config.schema import OptimizerSection
 from finitune.errors import UsageError
 from finitune.training.optimizer_classes import (
@@ -26,10 +27,6 @@ from finitune.training.optimizer_classes import (
 
 OptimizerParamGroup = dict[str, Any]
 """`params` (list of parameters), `lr` and `base_lr` (the rate at factor 1), and `name`."""
-
-_LORAPLUS_ROLES_BY_ALGORITHM = {"lora": {"up"}, "loha": {"w2_a"}, "lokr": {"w1", "w1_a"}}
-"""The factors that LoRA+ gives a larger rate, by algorithm: those that sd-scripts takes (lora_up, hada_w2_a, lokr_w1).
-LoRA+: Hayou et al. 2024, arXiv 2402.12354."""
 
 _GROUP_KEYS_FROM_CONFIG = ("params", "lr", "base_lr", "name")
 """What a group keeps from its config, whatever a state says."""
@@ -47,7 +44,7 @@ def build_param_groups(
     role of the tensor. A parameter whose rate is 0 is in no group. Raises UsageError (LORAPLUS-WITHOUT-EFFECT) where
     there is a ratio and no up factor to use it.
     """
-    ratio, up_roles = settings.loraplus_lr_ratio, _LORAPLUS_ROLES_BY_ALGORITHM.get(algorithm, set())
+    ratio, up_roles = settings.loraplus_lr_ratio, find_algorithm(algorithm).roles_where(up=True)
     groups: dict[tuple[float, bool], OptimizerParamGroup] = {}
     for name, parameter in named:
         stated = rate_of(name)
@@ -57,12 +54,13 @@ def build_param_groups(
             group = groups.setdefault((rate, up), make_param_group(rate, ratio if up else None))
             group["params"].append(parameter)
     if ratio is not None and groups and not any(up for _, up in groups):
+        able = [one.name for one in ADAPTER_ALGORITHMS if one.roles_where(up=True)]
         raise UsageError(
             f"loraplus_lr_ratio = {ratio:g} has no effect: {algorithm} has no up factors.",
             code="LORAPLUS-WITHOUT-EFFECT",
             subject="loraplus_lr_ratio",
             evidence={"loraplus_lr_ratio": ratio, "algorithm": algorithm},
-            remedy=f"Leave it out; it is for {', '.join(_LORAPLUS_ROLES_BY_ALGORITHM)}.",
+            remedy=f"Leave it out; it is for {', '.join(able)}.",
         )
     return list(groups.values())
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from finitune.adapters import find_algorithm
 from finitune.adapters.core import Target
 from finitune.adapters.layer import CONVOLUTION_TYPES
 from finitune.config.schema import NetworkSection
@@ -21,10 +22,6 @@ from finitune.errors import UsageError, suggest_nearest_name
 from finitune.models.spec import ModelSpec
 from finitune.namings.resolve import Resolver
 from finitune.report import Finding, Level, Table
-
-_ALGORITHM_OPTIONS = ("factor", "full_matrix", "decompose_both", "unbalanced", "use_tucker", "constraint")
-_LOW_RANK_ALGORITHMS = ("lora", "loha", "glora")
-"""Algorithms whose change is made of factors of the rank, however large it is."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,8 @@ class SelectedSite:
         return min(out, math.prod(inner))
 
     def target(self, weight: nn.Parameter, network: NetworkSection) -> Target:
-        options = {name: getattr(network, name) for name in _ALGORITHM_OPTIONS}
+        names = find_algorithm(network.algorithm).options
+        options = {name: getattr(network, name) for name in names if hasattr(network, name)}
         return Target(weight, self.rank, self.alpha, options)
 
 
@@ -228,7 +226,8 @@ def make_idle_pattern_finding(
 
 def find_excessive_ranks(chosen: Iterable[SelectedSite], network: NetworkSection) -> Iterator[Finding]:
     """The finding that ranks are larger than any change of their weights could have; LoKr takes them to mean full."""
-    above = [one for one in chosen if one.rank > one.full_rank] if network.algorithm in _LOW_RANK_ALGORITHMS else []
+    takes_any = find_algorithm(network.algorithm).rank_means == "factors"
+    above = [one for one in chosen if one.rank > one.full_rank] if takes_any else []
     if above:
         worst = max(above, key=lambda one: one.rank / one.full_rank)
         yield Finding(

@@ -22,7 +22,7 @@ from finitune.merging.adapterfile import (
 from finitune.merging.pairing import TargetModel
 from finitune.namings.block_maps import renumber_family_blocks
 from finitune.namings.core import ParsedAdapter
-from finitune.namings.fuse import fold_scale_into_factor
+from finitune.namings.fused import fold_scale_into_factor
 from finitune.namings.metadata import Receipt
 from finitune.namings.write import AdapterFileContent, write_adapter
 from finitune.progress import Progress

@@ -30,8 +30,8 @@ from finitune.merging.readback import ReadBackResult, check_pending_files, requi
 from finitune.merging.rows import find_rounder_class, to_matrix_shape
 from finitune.merging.stream import run_in_copy_workers
 from finitune.merging.work import DeltaSurvival, RoundingOptions, TensorOutcome, report_delta_survival, survey_tensor
+from finitune.namings.keys import split_adapter_key
 from finitune.namings.metadata import RECEIPT_METADATA_KEY, Receipt
-from finitune.namings.suffixes import split_adapter_key
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Level, Report
 from finitune.verbs.shared.adapters import NamedAdapter, resolve_dtype_option

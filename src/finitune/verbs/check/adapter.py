@@ -13,7 +13,7 @@ from finitune.files.tensorfile import TensorFile
 from finitune.merging.adapterfile import read_adapter_for_model, resolve_unknown_scale
 from finitune.merging.stream import keep_torch_threads
 from finitune.namings.core import ParsedAdapter, find_adapter_tensor_file
-from finitune.namings.hashes import compute_kohya_file_hash
+from finitune.namings.metadata import compute_kohya_file_hash
 from finitune.progress import Progress
 from finitune.report import Level, Report, Table
 from finitune.verbs.check.request import Request, check_safetensors_names, count_tensor_dtypes

@@ -31,7 +31,7 @@ from finitune.importers.recognise import rank_config_kinds, recognise_config_kin
 from finitune.models import MODEL_FAMILIES
 from finitune.namings.cloneofsimo import is_cloneofsimo_key
 from finitune.namings.core import PEFT_TENSORS_FILE_NAME
-from finitune.namings.suffixes import split_adapter_key
+from finitune.namings.keys import split_adapter_key
 from finitune.training.checkpoint import STATE_CHECKSUMS_NAME, STATE_JSON_NAME, iterate_state_folders
 from finitune.training.run_folder import RUN_LOCK_NAME
 

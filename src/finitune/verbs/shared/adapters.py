@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from finitune.adapters.core import AmbiguityOptions
 from finitune.adapters.layer import attach_adapters, merge_into_weights
 from finitune.adapters.weight import WeightedAdapter
 from finitune.errors import UsageError, suggest_nearest_name
@@ -16,7 +17,7 @@ from finitune.merging.base_model import MergeBase, open_merge_base
 from finitune.merging.pairing import TargetModel
 from finitune.models import MODEL_FAMILIES, SHIPPED_MODELS
 from finitune.models.loaded import LoadedModel
-from finitune.namings.core import PEFT_TENSORS_FILE_NAME, AmbiguityOptions, ParsedAdapter, find_adapter_tensor_file
+from finitune.namings.core import PEFT_TENSORS_FILE_NAME, ParsedAdapter, find_adapter_tensor_file
 from finitune.namings.loaders import predict_all_loaders
 from finitune.report import Report, Table
 from finitune.verbs.shared.model import resolve_model_path

@@ -17,7 +17,7 @@ from finitune.config.schema import PrecisionMode
 from finitune.errors import UsageError
 
 if TYPE_CHECKING:
-    from finitune.namings.core import AmbiguityOptions
+    from finitune.adapters.core import AmbiguityOptions
 
 OutPath = Annotated[Path | None, Parameter(alias="-o")]
 DrawingPrecision = Literal[PrecisionMode, "raw-half"]
@@ -100,7 +100,7 @@ class AmbiguityRequest:
 
     def answers(self) -> AmbiguityOptions:
         """The same for the reader; raises UsageError for a scale that none can be."""
-        from finitune.namings.core import AmbiguityOptions
+        from finitune.adapters.core import AmbiguityOptions
 
         if self.scale is not None and not (math.isfinite(self.scale) and self.scale):
             raise UsageError(
