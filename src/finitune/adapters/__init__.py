@@ -61,7 +61,6 @@ def find_form_by_field_name(name: str) -> AdapterForm | None:
 
 
 def list_algorithms(**traits: object) -> tuple[str, ...]:
-    """The names of the algorithms that have all of these traits."""
     return tuple(
         one.name for one in ADAPTER_ALGORITHMS if all(getattr(one, trait) == value for trait, value in traits.items())
     )

@@ -133,11 +133,9 @@ class AdapterAlgorithm(AdapterForm):
 
     @property
     def required(self) -> frozenset[str]:
-        """Roles that must be there."""
         return frozenset(name for name, role in self.roles.items() if not role.optional)
 
     def roles_where(self, **traits: object) -> tuple[str, ...]:
-        """The roles that have all of these traits."""
         return tuple(
             name for name, role in self.roles.items() if all(getattr(role, t) == value for t, value in traits.items())
         )

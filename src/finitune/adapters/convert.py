@@ -70,7 +70,8 @@ def convert_adapter_to_lora(
     """
     algorithm = find_algorithm(adapter.algorithm)
     folded = without_magnitude and adapter.magnitude is not None
-    if not folded and is_plain_lora(adapter) and is_rank_sufficient(adapter, rank):
+    own = algorithm.rank(adapter)
+    if not folded and is_plain_lora(adapter) and (rank is None or own is None or rank >= own):
         return ConvertedAdapter(adapter, Exactness.LOSSLESS)
     shape = tuple(base.shape) if base is not None else base_shape or algorithm.shape(adapter)
     if not adapter.tensors.keys() - {"diff_b"}:
@@ -97,14 +98,7 @@ def convert_adapter_to_lora(
     return ConvertedAdapter(lora, exact if cut.error <= EXACT_CONVERSION_TOLERANCE else Exactness.LOSSY, cut.error)
 
 
-def is_rank_sufficient(adapter: SiteAdapter, rank: int | None) -> bool:
-    """Whether a LoRA of `rank` (None: any) is as large as this one."""
-    own = find_algorithm(adapter.algorithm).rank(adapter)
-    return rank is None or own is None or rank >= own
-
-
 def make_base_needed_error(adapter: SiteAdapter) -> AdapterError:
-    """The error for a change that depends on the base weight, where that is not known."""
     return make_no_lora_error(
         adapter,
         "its change depends on the base weight, which is not at hand",
@@ -114,7 +108,6 @@ def make_base_needed_error(adapter: SiteAdapter) -> AdapterError:
 
 
 def make_no_lora_error(adapter: SiteAdapter, why: str, remedy: str) -> AdapterError:
-    """The error for an adapter that has no LoRA."""
     return AdapterError(
         f"a {find_algorithm(adapter.algorithm).title} cannot become a LoRA: {why}",
         code="CONVERT-IMPOSSIBLE",

@@ -57,7 +57,6 @@ class SiteAdapter:
     options: Mapping[str, float | bool | str] = field(default_factory=dict)
 
     def with_tensors(self, **tensors: Tensor) -> SiteAdapter:
-        """The same with some tensors exchanged or added."""
         return replace(self, tensors={**self.tensors, **tensors})
 
 
@@ -225,12 +224,10 @@ def is_same_weight_shape(a: Shape, b: Shape) -> bool:
 
 
 def get_factor_shapes(adapter: SiteAdapter) -> dict[str, Shape]:
-    """The shape of each tensor, by role."""
     return {role: tuple(tensor.shape) for role, tensor in adapter.tensors.items()}
 
 
 def make_misfit_error(what: str, implied: Shape, shape: Shape) -> AdapterError:
-    """The error for an adapter on a module of another size."""
     return AdapterError(
         f"{what} {list(implied)}; the model has {list(shape)} there",
         code="ADAPTER-DOES-NOT-FIT",
@@ -242,7 +239,6 @@ def make_misfit_error(what: str, implied: Shape, shape: Shape) -> AdapterError:
 def make_roles_error(
     algorithm: AdapterAlgorithm, present: Set[str], missing: Set[str], extra: Set[str]
 ) -> AdapterError:
-    """The error for a site whose tensors are not those of its algorithm."""
     parts = [f"{what} {', '.join(sorted(roles))}" for what, roles in (("lacks", missing), ("has also", extra)) if roles]
     return AdapterError(
         f"a {algorithm.title} {' and '.join(parts)}",
@@ -253,7 +249,6 @@ def make_roles_error(
 
 
 def make_shapes_error(algorithm: AdapterAlgorithm, adapter: SiteAdapter, why: str) -> AdapterError:
-    """The error for tensors whose shapes contradict each other."""
     shapes = {role: list(shape) for role, shape in get_factor_shapes(adapter).items()}
     return AdapterError(
         f"the tensors of a {algorithm.title} contradict each other: {why}",
@@ -264,7 +259,6 @@ def make_shapes_error(algorithm: AdapterAlgorithm, adapter: SiteAdapter, why: st
 
 
 def make_magnitude_error(magnitude: Magnitude, shape: Shape) -> AdapterError:
-    """The error for DoRA magnitudes that are not one per output, or per input, of the weight."""
     return AdapterError(
         f"{magnitude.tensor.numel()} magnitudes on the {magnitude.side}put side of a weight of {list(shape)}",
         code="ADAPTER-DORA",
@@ -274,7 +268,6 @@ def make_magnitude_error(magnitude: Magnitude, shape: Shape) -> AdapterError:
 
 
 def make_not_additive_error(algorithm: AdapterAlgorithm) -> AdapterError:
-    """The error for DoRA magnitudes over an algorithm that they have no meaning for."""
     return AdapterError(
         f"a magnitude (DoRA) over {algorithm.title}, which is not additive, has no meaning",
         code="ADAPTER-DORA",
@@ -284,12 +277,10 @@ def make_not_additive_error(algorithm: AdapterAlgorithm) -> AdapterError:
 
 
 def make_damaged_adapter_error(why: str, **evidence: object) -> AdapterError:
-    """The error for tensors of a file that contradict each other."""
     return AdapterError(why, code="ADAPTER-SHAPES", evidence=evidence, remedy="The file is damaged. Export it again.")
 
 
 def make_no_adapter_error(roles: Set[str], why: str) -> AdapterError:
-    """The error for tensors that are no adapter."""
     return AdapterError(
         f"this is no adapter: {why}",
         code="ADAPTER-ROLES",
@@ -308,7 +299,6 @@ def read_single_number(tensor: Tensor, role: str) -> float:
 
 
 def make_undecided_shape_error(what: str, tensors: str, shape: Shape, remedy: str) -> AdapterError:
-    """The error for a convention that nothing in the file decides."""
     return AdapterError(
         f"the shape of {tensors} does not tell {what}",
         code="ADAPTER-UNDECIDED",

@@ -41,7 +41,6 @@ def compute_change_error(adapter: SiteAdapter | None, reference: SiteAdapter | N
 
 
 def is_identical_adapter(adapter: SiteAdapter, reference: SiteAdapter) -> bool:
-    """Whether two adapters are of one algorithm with the same options and scale, and their tensors are bit for bit."""
     one, other = adapter.tensors, reference.tensors
     if (adapter.algorithm, adapter.options, set(one)) != (reference.algorithm, reference.options, set(other)):
         return False
@@ -90,7 +89,6 @@ def compute_relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def compute_bias_error(adapter: SiteAdapter, reference: SiteAdapter) -> float:
-    """The relative error of the change of the bias."""
     values = [find_algorithm(one.algorithm).bias_delta(one, None) for one in (adapter, reference)]
     size = next((value.numel() for value in values if value is not None), 0)
     ours, theirs = (torch.zeros(size) if value is None else value for value in values)

@@ -7,10 +7,8 @@ bound decides for nearly all sites; only where it does not is the product made.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from finitune.adapters import find_algorithm
 from finitune.adapters.core import AdapterSet, SiteAdapter
@@ -28,12 +26,13 @@ def check_adapter_health(adapters: AdapterSet) -> list[Finding]:
     loud = {site: peak for site, peak in peaks.items() if FP16.overflow_at <= peak < math.inf}
     findings: list[Finding] = []
     if silent:
+        more = f" and {len(silent) - _MAX_SITES_SHOWN} more" if len(silent) > _MAX_SITES_SHOWN else ""
         findings.append(
             Finding(
                 Level.WARNING,
                 "ADAPTER-ZERO-DELTA",
                 silent[0],
-                f"{len(silent)} of {len(adapters)} sites change nothing: {_format_sites(silent)}",
+                f"{len(silent)} of {len(adapters)} sites change nothing: {', '.join(silent[:_MAX_SITES_SHOWN])}{more}",
                 {"sites": len(silent), "of": len(adapters)},
                 "The training never reached them, or half precision flushed them to zero when the file was saved.",
             )
@@ -59,14 +58,12 @@ def is_zero_adapter(adapter: SiteAdapter) -> bool:
     """Whether the adapter leaves every weight as it is, told from its tensors alone."""
     if adapter.magnitude is not None:
         return False
-    zero = {role for role, tensor in adapter.tensors.items() if not has_nonzero_element(tensor)}
+    zero: set[str] = set()
+    for role, tensor in adapter.tensors.items():
+        flat = tensor.flatten()
+        if not (flat[:_SAMPLED_ELEMENTS].float().any() or flat.float().any()):  # a few nearly always tell
+            zero.add(role)
     return bool(zero) and find_algorithm(adapter.algorithm).is_zero(adapter, zero)
-
-
-def has_nonzero_element(tensor: Tensor) -> bool:
-    """Whether any element is not zero; a few of them nearly always tell."""
-    flat = tensor.flatten()
-    return bool(flat[:_SAMPLED_ELEMENTS].float().any()) or bool(flat.float().any())
 
 
 def compute_product_peak(adapter: SiteAdapter) -> float:
@@ -77,9 +74,3 @@ def compute_product_peak(adapter: SiteAdapter) -> float:
         return bound or 0.0
     product = algorithm.delta(adapter, torch.zeros(shape)) / (algorithm.scale(adapter) or 1.0)
     return float(product.abs().max())
-
-
-def _format_sites(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _MAX_SITES_SHOWN} more" if len(names) > _MAX_SITES_SHOWN else ""
-    return ", ".join(names[:_MAX_SITES_SHOWN]) + more

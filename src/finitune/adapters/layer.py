@@ -72,7 +72,6 @@ class AdaptedLayer(nn.Module):
 
     @property
     def adapters(self) -> list[WeightedAdapter]:
-        """The adapters over the live tensors, each with its strength."""
         return self.held.with_strengths()
 
     @property
@@ -154,7 +153,6 @@ class AttachedAdapters:
         self.detach()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What is trained, in the order of the layers."""
         for layer in self.layers.values():
             yield from layer.held.parameters()
 

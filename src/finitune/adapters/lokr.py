@@ -175,8 +175,7 @@ class LoKr(AdapterAlgorithm):
         }
 
     def linear_inputs(self, shapes: Mapping[str, Shape]) -> int | None:
-        unknown: Shape = ()
-        factors = [shapes.get(f"w{n}") or shapes.get(f"w{n}_b") or unknown for n in FACTOR_NUMBERS]
+        factors: list[Shape] = [shapes.get(f"w{n}") or shapes.get(f"w{n}_b") or () for n in FACTOR_NUMBERS]
         known = "t2" not in shapes and all(len(factor) >= 2 for factor in factors)
         return math.prod(factor[1] for factor in factors) if known else None
 

@@ -59,7 +59,6 @@ class Spectrum:
 
     @property
     def total(self) -> float:
-        """The whole squared Frobenius norm."""
         return float(self.values.square().sum()) + self.outside
 
     def lost(self) -> Tensor:

@@ -83,7 +83,6 @@ def replace_adapter_tensors(adapter: SiteAdapter, tensors: Sequence[Tensor]) -> 
 
 
 def compute_merged_weight(weight: Tensor, adapter: SiteAdapter, strength: float) -> Tensor:
-    """W + m * (W(1) - W)."""
     if adapter.magnitude is None:
         return find_algorithm(adapter.algorithm).merged_weight(adapter, weight, strength)
     return torch.add(weight, compute_weight_delta(weight, adapter), alpha=strength)

@@ -127,11 +127,9 @@ class AdapterModuleList(nn.ModuleList):
 
     @property
     def dropping(self) -> Dropout:
-        """The dropout that is in force."""
         return self.dropout if self.training else Dropout()
 
     def with_strengths(self) -> list[WeightedAdapter]:
-        """The adapters over the live tensors, each with its strength."""
         return [(held.adapter, held.strength) for held in self]
 
     def forward(self, x: Tensor, base: nn.Module, y: Tensor | None = None) -> Tensor | None:
@@ -244,18 +242,15 @@ def sum_bias_changes(base: nn.Module, acting: Sequence[WeightedAdapter]) -> Tens
 
 
 def sum_tensors(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of one or more tensors."""
     return sum(tensors[1:], start=tensors[0])
 
 
 def get_tensors_by_role(adapter: SiteAdapter) -> dict[str, Tensor]:
-    """All tensors of an adapter, its magnitudes among them."""
     magnitude = adapter.magnitude
     return {**adapter.tensors, **({_MAGNITUDE_ROLE: magnitude.tensor} if magnitude else {})}
 
 
 def get_shapes_by_role(adapter: SiteAdapter) -> dict[str, list[int]]:
-    """The shape of every tensor, by role, magnitudes included."""
     return {role: list(tensor.shape) for role, tensor in sorted(get_tensors_by_role(adapter).items())}
 
 
@@ -266,7 +261,6 @@ def get_magnitude_convention(adapter: SiteAdapter) -> list[object] | None:
 
 
 def make_adapter_state_error(why: str, **evidence: object) -> AdapterError:
-    """The error for a state that was not taken from adapters like those that are attached."""
     return AdapterError(
         f"this state cannot be put into the attached adapters: {why}",
         code="ADAPTER-STATE",

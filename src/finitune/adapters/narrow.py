@@ -77,14 +77,9 @@ def measure_narrowing_harm(adapter: SiteAdapter, dtype: torch.dtype) -> tuple[in
     values = adapter.tensors.values()
     beyond, lost = (
         sum(has_dtype_overflow(tensor, dtype) for tensor in values),
-        sum(count_flushed(tensor, dtype) for tensor in values),
+        sum(int(tensor.count_nonzero()) - int(tensor.to(dtype).count_nonzero()) for tensor in values),
     )
     return beyond, lost, math.inf if beyond else compute_change_error(cast_adapter(adapter, dtype), adapter)
-
-
-def count_flushed(tensor: Tensor, dtype: torch.dtype) -> int:
-    """How many nonzero numbers become zero in `dtype`."""
-    return int(tensor.count_nonzero()) - int(tensor.to(dtype).count_nonzero())
 
 
 def has_dtype_overflow(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -93,7 +88,6 @@ def has_dtype_overflow(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def make_dtype_overflow_error(role: str, tensor: Tensor, dtype: torch.dtype) -> NumericsError:
-    """The error for numbers beyond a dtype, or not finite at all."""
     largest = float(tensor.double().abs().nan_to_num(nan=math.inf).max())
     name = str(dtype).removeprefix("torch.")
     return NumericsError(

@@ -43,11 +43,9 @@ class LayerProducts:
         return weight.reshape(*weight.shape, *[1] * self.axes)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product of a Linear in the arithmetic that was chosen."""
         return half_linear(x, weight, exponent=None) if self.half else F.linear(x.float(), weight.float())
 
     def convolve(self, x: Tensor, weight: Tensor, geometry: ConvGeometry) -> Tensor:
-        """The product of a convolution in the arithmetic that was chosen."""
         if self.half:
             return half_conv(x, weight, None, geometry, exponent=None)
         convolve = getattr(F, f"conv{self.axes}d")

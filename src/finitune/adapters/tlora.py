@@ -123,7 +123,6 @@ def check_tlora_tensors(tensors: TensorsByRole, base: Tensor) -> tuple[Tensor, T
 
 
 def make_tlora_error(why: str, tensors: TensorsByRole, base: Tensor) -> AdapterError:
-    """The error for a T-LoRA that cannot be read."""
     return AdapterError(
         f"this T-LoRA cannot be read: {why}",
         code="ADAPTER-TLORA",

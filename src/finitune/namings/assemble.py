@@ -65,7 +65,8 @@ def assemble_site_adapter(group: TensorGroup, shelf: TensorReader, name: str, fa
     keys = {role: member.key for role, member in group.members.items() if role not in _ROLES_READ_APART}
     if algorithm.weight_sized:
         return SiteAdapter(name, DeferredTensors({role: shelf.pending(key) for role, key in keys.items()}))
-    tensors = {role: shelf.read(key) for role, key in keys.items()}
+    shared = {role for role, known in algorithm.roles.items() if known.shared_key}
+    tensors = {role: shelf.read_shared(key) if role in shared else shelf.read(key) for role, key in keys.items()}
     scalar = tensors.pop("scalar", None)
     for role, tensor in tensors.items():
         if tensor.ndim == 0 and role in algorithm.roles:

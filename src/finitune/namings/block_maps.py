@@ -66,7 +66,6 @@ def find_doubtful_blocks(
 
 
 def find_last_block(sites: Iterable[str], template: str) -> int:
-    """The largest block number among sites (component and module), -1 without any."""
     head, _, _ = template.partition("{i}")
     inside = (site.partition(".")[2] for site in sites)
     numbers = (name[len(head) :].partition(".")[0] for name in inside if name.startswith(head))

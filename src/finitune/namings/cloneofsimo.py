@@ -50,7 +50,6 @@ class WalkedLinear:
 
 
 def is_cloneofsimo_key(key: str) -> bool:
-    """Whether a key is spelled so."""
     return _CLONEOFSIMO_KEY_PATTERN.fullmatch(key) is not None
 
 
@@ -122,7 +121,6 @@ def list_walked_linears(name: str, part: str, width: int, walked: frozenset[str]
 
 
 def enumerate_text_walks() -> Iterator[list[WalkedLinear]]:
-    """The walk through CLIP-L's attentions."""
     names = (
         f"text_model.encoder.layers.{layer}.self_attn.{part}"
         for layer in range(_CLIP_L_LAYERS)
@@ -140,7 +138,6 @@ def has_walked_shape(walk: list[WalkedLinear], match: re.Match[str], shape: Shap
 
 
 def make_unknown_order_error(component: str, walked: frozenset[str], count: int, fitting: int) -> AdapterError:
-    """The error for a file whose numbers do not tell its modules."""
     return AdapterError(
         f"the numbered modules of {component} cannot be told: {fitting} known orders of {', '.join(sorted(walked))} "
         f"fit the shapes of {count} tensors",

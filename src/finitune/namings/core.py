@@ -75,12 +75,10 @@ class ParsedAdapter:
 
     @property
     def matched(self) -> int:
-        """How many tensors serve a site."""
         return sum(line.fate == "applied" for line in self.ledger)
 
     @property
     def unmatched(self) -> tuple[TensorRecord, ...]:
-        """The tensors whose names match nothing."""
         return tuple(line for line in self.ledger if line.fate == "unmatched")
 
     @property
@@ -110,7 +108,6 @@ class FindingCollector:
         self.alike.setdefault((level, code, message), (finding, []))[1].append(module)
 
     def fail(self, module: str, error: FinituneError) -> None:
-        """Note the error that a module ended with."""
         self.add(Level.ERROR, error.code, module, error.message, error.evidence, error.remedy)
 
     def findings(self) -> list[Finding]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -203,7 +204,7 @@ def build_block_diagonal(blocks: Sequence[Tensor | None], rows: Sequence[int], c
     """Blocks (rows_i, r_i, ...) along the diagonal of zeros (sum of rows, columns, ...); None leaves its rows zero."""
     known = [block for block in blocks if block is not None]
     whole = known[0].new_zeros(
-        sum(rows), columns, *known[0].shape[2:], dtype=promote_all_dtypes([block.dtype for block in known])
+        sum(rows), columns, *known[0].shape[2:], dtype=reduce(torch.promote_types, (block.dtype for block in known))
     )
     top = left = 0
     for block, count in zip(blocks, rows, strict=True):
@@ -212,13 +213,6 @@ def build_block_diagonal(blocks: Sequence[Tensor | None], rows: Sequence[int], c
             left += block.shape[1]
         top += count
     return whole
-
-
-def promote_all_dtypes(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    result = dtypes[0]
-    for dtype in dtypes[1:]:
-        result = torch.promote_types(result, dtype)
-    return result
 
 
 def stack_magnitudes(parts: Sequence[SiteAdapter | None], site: str) -> Magnitude | None:
@@ -265,7 +259,6 @@ def multiply_exactly(tensor: Tensor, factor: float) -> Tensor:
 
 
 def make_cannot_fuse_error(site: str, parts: Sequence[SiteAdapter], why: str) -> AdapterError:
-    """The error for parts that no single adapter of theirs can be."""
     titles = sorted({find_algorithm(part.algorithm).title for part in parts})
     return AdapterError(
         f"{site or 'these modules'}: {' and '.join(titles)} cannot be written as one fused module: {why}",
@@ -357,7 +350,6 @@ def slice_lokr_rows(adapter: SiteAdapter, stretch: RowRange) -> SiteAdapter:
 
 
 def slice_fused_adapter_rows(adapter: SiteAdapter, landing: SiteTarget, stretch: RowRange, rows: int) -> SiteAdapter:
-    """The adapter of some rows of the weight."""
     start, length = stretch
 
     def cut(size: int, role: str) -> RowRange:
@@ -387,7 +379,6 @@ def slice_magnitude_rows(magnitude: Magnitude, stretch: RowRange) -> Magnitude:
 
 
 def make_indivisible_error(adapter: SiteAdapter, landing: SiteTarget, why: str) -> AdapterError:
-    """The error for an adapter of a fused weight that has no exact parts."""
     title = find_algorithm(adapter.algorithm).title
     return AdapterError(
         f"the {title} of a fused weight cannot be divided into {', '.join(landing.sites)}: {why}",

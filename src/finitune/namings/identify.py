@@ -129,7 +129,6 @@ class FamilyMatch:
 
 
 def match_family(model: ModelSpec, groups: Sequence[TensorGroup], metadata: Mapping[str, str]) -> FamilyMatch:
-    """How well a family explains the modules of a file."""
     eyes = NameParser(Resolver.of_model(model))
     sights = {group.module: eyes.see(group.module) for group in groups}
     agreeing: list[str] = []
@@ -204,12 +203,10 @@ def check_metadata_family(case: FamilyMatch, metadata: Mapping[str, str], known:
 
 
 def get_match_title(case: FamilyMatch) -> str:
-    """The family's name for people."""
     return case.model.title if case.model is not None else "the model"
 
 
 def make_other_family_error(own: FamilyMatch, best: FamilyMatch) -> AdapterError:
-    """The error for an adapter of another family than the model."""
     return AdapterError(
         f"this is an adapter of {get_match_title(best)}; the model is {get_match_title(own)}",
         code="ADAPTER-OTHER-FAMILY",
@@ -225,7 +222,6 @@ def make_other_family_error(own: FamilyMatch, best: FamilyMatch) -> AdapterError
 
 
 def find_hallmark_inputs(found: ResolvedModule, sites: AdapterSites) -> int | None:
-    """How many inputs the family's weight has there, where that is one of its hallmarks."""
     for hallmark in sites.hallmarks:
         if (
             hallmark.component == found.landing.component
@@ -247,7 +243,6 @@ def find_blocks_beyond_depth(found: ResolvedModule, sites: AdapterSites) -> set[
 
 
 def find_stated_family(metadata: Mapping[str, str], models: Iterable[ModelSpec]) -> ModelSpec | None:
-    """The family that the metadata names, in kohya's words or in those of modelspec."""
     version = metadata.get("ss_base_model_version", "")
     architecture = metadata.get("modelspec.architecture", "").partition("/")[0]
     for model in models:

@@ -79,12 +79,10 @@ class TensorGroup:
 
     @property
     def keys(self) -> list[str]:
-        """All keys of the module, in the order of the file."""
         return [*(member.key for member in self.members.values()), *self.doubled]
 
     @property
     def roles(self) -> set[str]:
-        """The roles that are there."""
         return set(self.members)
 
     def shape(self, role: str) -> Shape | None:

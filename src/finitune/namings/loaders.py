@@ -67,7 +67,6 @@ class AdapterFileTraits:
 
     @classmethod
     def of(cls, reading: ParsedAdapter) -> AdapterFileTraits:
-        """The traits of an adapter file as read."""
         sites = reading.adapter.sites.values()
         names = dict.fromkeys(site.algorithm for site in sites)
         roles = {line.role for line in reading.ledger}
@@ -148,7 +147,6 @@ def iterate_verdicts(loader: AdapterProgram, file: AdapterFileTraits) -> Iterato
 
 
 def match_rules(loader: str, file: AdapterFileTraits, stage: str) -> Iterator[tuple[LoadVerdict, str]]:
-    """What the rules of a stage say of a file."""
     for rule in read_loader_rules(stage):
         if loader in rule.programs and any(True for _ in rule.applies(file)):
             yield rule.verdict, rule.text

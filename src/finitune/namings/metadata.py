@@ -68,7 +68,6 @@ class Receipt:
     alpha_times: Mapping[str, int] = field(default_factory=dict)
 
     def text(self) -> str:
-        """The receipt as JSON."""
         sources = [{"name": name, "fingerprint": fingerprint} for name, fingerprint in self.sources]
         parts = {"version": __version__, "verb": self.verb, "sources": sources, "class": self.klass}
         parts |= {"errors": dict(self.errors), "block_maps": list(self.block_maps)}
@@ -123,7 +122,6 @@ def parse_metadata_table(metadata: Mapping[str, str], key: str) -> tuple[dict[st
 
 
 def make_metadata_warning(key: str, text: str, what: str) -> Finding:
-    """The warning for a text that is not what its key promises."""
     return Finding(
         Level.WARNING,
         "METADATA-UNREADABLE",
@@ -267,7 +265,6 @@ def compute_kohya_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
 
 
 def iterate_file_chunks(header: bytes, tensors: Mapping[str, Tensor], names: list[str]) -> Iterator[bytes | memoryview]:
-    """A file's bytes, in pieces."""
     yield header
     for name in names:
         yield get_tensor_bytes(tensors[name])

@@ -205,7 +205,7 @@ class AdapterReader:
                 self.note_full_lokr(group, stated)
             self.note_rank(group, adapter, config and config.rank([sight.name, *landing.sites]))
         widens = self.spelling is not None and self.spelling.widens_inputs
-        if widens and adapter.algorithm == LoRA.name and can_widen_model_input(adapter, known):
+        if widens and adapter.algorithm == LoRA.name and (known is None or adapter.tensors["down"].shape[1] > known[1]):
             adapter = replace(adapter, options={**adapter.options, "reshape": True})
         parts = split_fused_adapter(adapter, landing, self.shapes)
         for site, part in parts.items():
@@ -303,11 +303,9 @@ class AdapterReader:
         return None
 
     def write(self, keys: list[str], fate: TensorStatus, *, site: str = "", why: str = "") -> None:
-        """Account for some keys."""
         self.ledger.update({key: TensorRecord(key, fate, site, "", why) for key in keys})
 
     def account_for_other_keys(self, gathered: GroupedKeys) -> None:
-        """Account for the keys that are of no module."""
         self.write(list(gathered.embeddings), "explained", why="a learned token embedding, kept")
         for key, why in gathered.explained.items():
             self.write([key], "explained", why=why)
@@ -352,11 +350,6 @@ class AdapterReader:
 
 
 _NOT_FOUND_REASONS = {"a container, not a module", "no such module"}
-
-
-def can_widen_model_input(adapter: SiteAdapter, known: Shape | None) -> bool:
-    """Whether a control adapter's weight may have more inputs than the model's: yes where that is unknown."""
-    return known is None or adapter.tensors["down"].shape[1] > known[1]
 
 
 def is_same_site_adapter(one: SiteAdapter, other: SiteAdapter) -> bool:

@@ -39,7 +39,6 @@ class ModuleTemplate:
     common: bool = False
 
     def landing(self, numbers: Mapping[str, str]) -> SiteTarget:
-        """Where a name with these numbers lands."""
         sites = tuple(fill_template_numbers(site, numbers) for site in self.place.sites)
         return SiteTarget(self.component.name, sites, self.place.division, self.place.swapped)
 
@@ -83,12 +82,10 @@ class Resolver:
 
     @cached_property
     def dotted(self) -> TemplateIndex[ModuleTemplate]:
-        """Entries by their names."""
         return TemplateIndex((entry.name, entry) for entry in self.entries)
 
     @cached_property
     def flat(self) -> TemplateIndex[ModuleTemplate]:
-        """Entries by their flat names."""
         return TemplateIndex((unify_separators(entry.name), entry) for entry in self.entries)
 
     @cached_property
@@ -98,7 +95,6 @@ class Resolver:
 
     @cached_property
     def sites(self) -> TemplateIndex[ModuleTemplate]:
-        """Entries by the sites that they hold."""
         return TemplateIndex((site, entry) for entry in self.entries for site in entry.place.sites)
 
     @classmethod
@@ -140,7 +136,6 @@ class Resolver:
         return ResolvedModule(best.landing(numbers), best)
 
     def resolve(self, name: str, components: Collection[str] | None = None, *, flat: bool = False) -> SiteTarget | None:
-        """Where a module's name lands: see `find`."""
         found = self.find(name, components, flat=flat)
         return found and found.landing
 
@@ -153,7 +148,10 @@ class Resolver:
     def containers(self) -> tuple[TemplateIndex[str], TemplateIndex[str]]:
         """The names that modules lie inside of, dotted and flat, with their components."""
         pairs = dict.fromkeys(
-            (name, entry.component.name) for entry in self.entries for name in list_parent_modules(entry.name)
+            (".".join(parts[:n]), entry.component.name)
+            for entry in self.entries
+            for parts in [entry.name.split(".")]
+            for n in range(1, len(parts))
         )
         flat = dict.fromkeys((unify_separators(name), component) for name, component in pairs)
         return TemplateIndex(pairs), TemplateIndex(flat)
@@ -216,15 +214,8 @@ def list_module_templates(component: ComponentSites) -> Iterator[ModuleTemplate]
 
 
 def list_template_parameters(entry: ModuleTemplate) -> Iterator[tuple[str, tuple[ModuleTemplate, ModuleParameter]]]:
-    """The names of a module's tensors in a checkpoint."""
     yield entry.name + entry.place.weight, (entry, "weight")
     yield entry.name + entry.place.bias, (entry, "bias")
-
-
-def list_parent_modules(name: str) -> Iterator[str]:
-    """The names of all modules that a module lies inside of."""
-    parts = name.split(".")
-    yield from (".".join(parts[:n]) for n in range(1, len(parts)))
 
 
 def find_flat_collisions(entries: Iterable[ModuleTemplate]) -> Iterator[tuple[ModuleTemplate, ModuleTemplate]]:
@@ -258,7 +249,6 @@ def can_templates_collide(pair: tuple[ModuleTemplate, ModuleTemplate]) -> bool:
 
 
 def make_flat_names_error(flat: str, one: str, other: str) -> ModelError:
-    """The error for two modules that a flat name cannot tell apart."""
     return ModelError(
         f"{one!r} and {other!r} both flatten to {flat!r}",
         code="MODEL-FLAT-NAMES",
@@ -288,5 +278,4 @@ def is_number_segment(part: str) -> bool:
 
 
 def fill_template_numbers(template: str, numbers: Mapping[str, str]) -> str:
-    """A template with its numbers filled in."""
     return ".".join(numbers.get(part, part) for part in template.split("."))

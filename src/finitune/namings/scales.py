@@ -47,7 +47,6 @@ class PeftConfig:
 
     @property
     def rank_stabilised(self) -> bool:
-        """Whether alpha is divided by the root of the rank."""
         return self.table.get("use_rslora") is True
 
     def number(self, names: Iterable[str], pattern_key: str, *keys: str) -> float | None:
@@ -230,7 +229,6 @@ class UndividedLora:
 
     @property
     def sites(self) -> list[str]:
-        """The sites that its rows are, with their component."""
         return [f"{self.landing.component}.{site}" for site in self.landing.sites]
 
 

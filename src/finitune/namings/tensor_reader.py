@@ -50,6 +50,7 @@ class TensorReader:
         self.file = file
         self.looked_at: set[str] = set()
         self.findings: list[Finding] = []
+        self.shared: dict[str, Tensor] = {}
 
     def read(self, key: str) -> Tensor:
         """One tensor; the first time, its non-finite elements are counted."""
@@ -58,6 +59,12 @@ class TensorReader:
             self.looked_at.add(key)
             self.look_at(key, tensor)
         return tensor
+
+    def read_shared(self, key: str) -> Tensor:
+        """One tensor that all modules have: the very one each time."""
+        if key not in self.shared:
+            self.shared[key] = self.read(key)
+        return self.shared[key]
 
     def pending(self, key: str) -> PendingTensor:
         """One tensor, to be read later; looked at now."""

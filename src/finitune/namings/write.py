@@ -82,7 +82,6 @@ class AdapterFileContent:
 
     @property
     def flushed_share(self) -> float:
-        """The share of the numbers that became zero."""
         return self.flushed / self.nonzero if self.nonzero else 0.0
 
 
@@ -132,11 +131,10 @@ def write_adapter(
             subject=family.name,
             remedy="Check that the file is an adapter. Learned token embeddings need no conversion.",
         )
-    tensors = {key: tensor for module in modules for key, tensor in encode_module_tensors(module, form)}
-    require_one_shared(modules)
-    components = {module.component: {} for module in modules}
+    tensors = {key: tensor for one in require_one_shared(modules) for key, tensor in encode_module_tensors(one, form)}
+    components: dict[str, dict[str, SiteAdapter]] = {}
     for module in modules:
-        components[module.component][module.name] = module.adapter
+        components.setdefault(module.component, {})[module.name] = module.adapter
     apart = dict(adapter.embeddings) if form.alpha == "metadata" else {}
     if not apart:
         tensors |= adapter.embeddings
@@ -164,7 +162,6 @@ def write_adapter(
 
 
 def update_receipt_class(receipt: Receipt, klass: Exactness) -> Receipt:
-    """The receipt with the costlier of its own class and another."""
     own = Exactness(receipt.klass or Exactness.LOSSLESS)
     return replace(receipt, klass=max(own, klass, key=lambda one: one.cost).value)
 
@@ -220,7 +217,6 @@ def join_module_parts(
 
 
 def count_rows_by_site_kind(adapter: AdapterSet) -> dict[str, int]:
-    """How many rows the weights of a kind of site have, by the site with its numbers blanked."""
     counts = (
         (blank_site_numbers(site), infer_weight_rows(to_meta_adapter(one))) for site, one in adapter.sites.items()
     )
@@ -299,7 +295,6 @@ def require_finite_module(module: OutputModule, dtype: torch.dtype | None) -> Na
 
 
 def encode_module_tensors(module: OutputModule, form: AdapterSpelling) -> Iterator[tuple[str, Tensor]]:
-    """The keys and tensors of one module."""
     adapter, algorithm = module.adapter, find_algorithm(module.adapter.algorithm)
     base = module.prefix + (module.name.replace(".", "_") if form.flat else module.name)
     roles = dict(adapter.tensors)
@@ -336,8 +331,8 @@ def build_magnitude_tensor(adapter: SiteAdapter, form: AdapterSpelling) -> Tenso
     return values.reshape(-1, 1, *kernel) if adapter.magnitude.side == "out" else values.reshape(1, -1, *kernel)
 
 
-def require_one_shared(modules: Sequence[OutputModule]) -> None:
-    """Raise AdapterError (WRITE-SHARED) where modules have different tensors in a role that a file holds once."""
+def require_one_shared(modules: Sequence[OutputModule]) -> Sequence[OutputModule]:
+    """The modules; raises AdapterError (WRITE-SHARED) where they have different tensors in a role of all modules."""
     seen: dict[str, tuple[str, Tensor]] = {}
     for module in modules:
         for role, known in find_algorithm(module.adapter.algorithm).roles.items():
@@ -352,10 +347,10 @@ def require_one_shared(modules: Sequence[OutputModule]) -> None:
                     evidence={"role": role, "modules": [path, module.path]},
                     remedy="They are of two trainings: convert each by itself, or --as lora.",
                 )
+    return modules
 
 
 def make_no_name_error(site: str, family: ModelSpec, form: AdapterSpelling) -> AdapterError:
-    """The error for a site that the spelling cannot name."""
     return AdapterError(
         f"{site} has no name in {form.title}'s spelling of {family.title}",
         code="WRITE-NO-NAME",
@@ -368,9 +363,9 @@ def make_no_name_error(site: str, family: ModelSpec, form: AdapterSpelling) -> A
 def make_cannot_say_error(
     site: str, adapter: SiteAdapter, form: AdapterSpelling, why: str, remedy: str = ""
 ) -> AdapterError:
-    """The error for an adapter that a spelling has no words for, with a spelling that has them."""
     title = find_algorithm(adapter.algorithm).title
-    able = [name for name in ("kohya", "comfy") if name != form.name and has_all_suffixes(adapter, get_spelling(name))]
+    others = [name for name in WRITABLE_SPELLINGS if name != form.name and get_spelling(name).holds == "any"]
+    able = [name for name in others if all(has_word(r, adapter, get_spelling(name)) for r in adapter.tensors)]
     other = f"Write another spelling: --to {able[0]}." if able else "None of the spellings that we write has it."
     return AdapterError(
         f"{form.title} cannot hold the {title} at {site}: {why}",
@@ -379,11 +374,6 @@ def make_cannot_say_error(
         evidence={"algorithm": adapter.algorithm, "spelling": form.name},
         remedy=remedy or other,
     )
-
-
-def has_all_suffixes(adapter: SiteAdapter, form: AdapterSpelling) -> bool:
-    """Whether a spelling has a word for every role of an adapter."""
-    return all(has_word(role, adapter, form) for role in adapter.tensors)
 
 
 def has_word(role: str, adapter: SiteAdapter, form: AdapterSpelling) -> bool:

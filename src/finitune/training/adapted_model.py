@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from finitune.errors import AdapterError
 from finitune.models.loaded import DenoiserCallable
 from finitune.training.compute_precision import PrecisionComponent
 from finitune.training.sites import SiteSelection
-
 
 
 @dataclass
@@ -127,20 +126,25 @@ def make_training_adapters(
     roots: Mapping[str, nn.Module], choice: SiteSelection, network: NetworkSection, seed: int
 ) -> dict[str, dict[str, SiteAdapter]]:
     """Adapters that change nothing yet, by component and module; the same numbers for one seed and name everywhere."""
-    return {
-        component: {
-            module: make_layer_adapter(root.get_submodule(module), one, network, seed)
-            for module, one in choice.of(component).items()
-        }
-        for component, root in roots.items()
-        if choice.of(component)
-    }
+    made: dict[str, dict[str, SiteAdapter]] = {}
+    for component, root in roots.items():
+        chosen = choice.of(component)
+        if chosen:
+            layers = {module: root.get_submodule(module) for module in chosen}
+            first = next(iter(chosen))
+            target = chosen[first].target(cast(nn.Parameter, layers[first].weight), network)
+            shared = find_algorithm(network.algorithm).draw_shared([one.shape for one in chosen.values()], target)
+            made[component] = {
+                module: make_layer_adapter(layers[module], one, network, seed, shared) for module, one in chosen.items()
+            }
+    return made
 
 
-def make_layer_adapter(layer: nn.Module, one: Any, network: NetworkSection, seed: int) -> SiteAdapter:
-    """A new adapter for one layer."""
+def make_layer_adapter(
+    layer: nn.Module, one: Any, network: NetworkSection, seed: int, shared: Mapping[str, Tensor]
+) -> SiteAdapter:
     weight: Any = layer.weight
-    target = one.target(weight.detach().float().cpu(), network)
+    target = replace(one.target(weight.detach().float().cpu(), network), shared=shared)
     adapter = create_adapter(target, network.algorithm, make_generator(seed, "init", one.site), network.dora)
     return replace(adapter, rank_stabilised=network.rs_lora)
 

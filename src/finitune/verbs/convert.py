@@ -24,6 +24,7 @@ from finitune.namings.block_maps import renumber_family_blocks
 from finitune.namings.core import ParsedAdapter
 from finitune.namings.fused import fold_scale_into_factor
 from finitune.namings.metadata import Receipt
+from finitune.namings.spellings import get_spelling
 from finitune.namings.write import AdapterFileContent, write_adapter
 from finitune.progress import Progress
 from finitune.report import Level, Report
@@ -187,7 +188,9 @@ def needs_base_weight(adapter: SiteAdapter, to: TargetSpelling) -> bool:
     So it is for algorithms that are not additive, and for DoRA magnitudes of the inputs where the target has no place
     for them.
     """
-    unsayable = adapter.magnitude is not None and adapter.magnitude.side == "in" and to in ("diffusers", "peft")
+    unsayable = (
+        adapter.magnitude is not None and adapter.magnitude.side == "in" and get_spelling(to).alpha == "metadata"
+    )
     return unsayable or not find_algorithm(adapter.algorithm).additive
 
 
