@@ -10,7 +10,7 @@ import ast
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from finitune.config.imported_config import KeyStatus
 from finitune.config.schema import LrSchedulerName
@@ -187,7 +187,7 @@ def convert_last_n_state(value: Any, beside: Siblings, name: str) -> ConvertedVa
 
 def convert_preview_size(value: Any, beside: Siblings) -> ConvertedValue:
     sides = (convert_number(beside.get(name), beside).value for name in ("sample_width", "sample_height"))
-    width, height = (1024 if side in KOHYA_OFF_VALUES else int(side or 1024) for side in sides)
+    width, height = (1024 if side in KOHYA_OFF_VALUES else int(cast("float", side) or 1024) for side in sides)
     return take_changed(f"{width}x{height}", "width and height as one")
 
 
