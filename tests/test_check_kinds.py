@@ -223,7 +223,7 @@ def test_an_entry_that_was_taken_away_is_not_missed(tmp_path: Path):
 
 
 def test_a_change_that_fails_is_an_error_and_a_copy_is_never_written_over(tmp_path: Path):
-    from finitune.verbs.check.fixes import apply_fixes
+    from finitune.verbs.check.request import apply_fixes
 
     def refuse() -> None:
         raise FileError("the disk is full", code="FILE-NOT-WRITTEN", remedy="Make room.")

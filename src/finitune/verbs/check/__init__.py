@@ -19,10 +19,9 @@ from finitune.machine.cards import find_gpu_model
 from finitune.models import MODEL_FAMILIES, SHIPPED_MODELS
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Finding, Report, Table
-from finitune.verbs.check.fixes import apply_fixes, list_available_fixes
 from finitune.verbs.check.kinds import PathKind, detect_path_kind
 from finitune.verbs.check.precision_forecast import add_gpu_forecast
-from finitune.verbs.check.request import FileFix, Request
+from finitune.verbs.check.request import FileFix, Request, apply_fixes, list_available_fixes
 from finitune.verbs.shared.model import resolve_model_path
 
 _EFFECTIVE_CONFIG_NAME = "config.toml"

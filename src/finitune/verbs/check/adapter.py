@@ -16,7 +16,7 @@ from finitune.namings.core import ParsedAdapter, find_adapter_tensor_file
 from finitune.namings.metadata import compute_kohya_file_hash
 from finitune.progress import Progress
 from finitune.report import Level, Report, Table
-from finitune.verbs.check.request import Request, check_safetensors_names, count_tensor_dtypes
+from finitune.verbs.check.request import Request, check_safetensors_names
 from finitune.verbs.shared.adapters import build_loader_verdict_table, collect_loader_verdicts, resolve_target_model
 
 _SHOWN_METADATA_KEYS = (
@@ -72,7 +72,7 @@ def compute_adapter_figures(file: TensorFile, reading: ParsedAdapter) -> dict[st
         "rank_min": min(ranks, default=None),
         "rank_max": max(ranks, default=None),
         "alphas": alphas if len(alphas) <= _MAX_LISTED_ALPHAS else [alphas[0], alphas[-1]],
-        "dtypes": count_tensor_dtypes(file),
+        "dtypes": dict(Counter(entry.dtype for entry in file.entries.values())),
         "tensors": len(file),
         "matched": reading.matched,
         "explained": sum(line.fate == "explained" for line in reading.ledger),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,8 @@ from finitune.verbs.shared.model import load_model
 from finitune.verbs.shared.options import ModelChoice
 
 _CACHE_FILE_PATTERN = "*-*.safetensors"
-_FINGERPRINT_DIGITS_SHOWN = 12
-"""Of a fingerprint so many are shown."""
+_MAX_VALUE_SHOWN, _DIGEST_DIGITS_SHOWN = 40, 12
+"""A longer value is a digest, of which so many digits are shown."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,12 @@ def check_cache(path: Path, request: Request, report: Report, progress: Progress
         entries.append(check_cache_entry(file))
         progress.advance("reading")
     progress.finish("reading")
-    report_cache_counts(entries, report)
+    report.figures.update(
+        kind="cache",
+        entries=dict(Counter(entry.kind for entry in entries)),
+        bytes=sum(entry.size_bytes for entry in entries),
+        damaged=sum(bool(entry.wrong) for entry in entries),
+    )
     report_damaged_entries(entries, request, report)
     report_cache_makers(entries, report)
     report_abandoned_files(path, request, report)
@@ -86,16 +91,6 @@ def check_cache_entry(path: Path) -> CheckedCacheEntry:
         return CheckedCacheEntry(path, kind, size, path.name, (), str(error).partition("\n")[0])
 
 
-def report_cache_counts(entries: list[CheckedCacheEntry], report: Report) -> None:
-    """How many there are of each kind, and how large they are."""
-    report.figures.update(
-        kind="cache",
-        entries=dict(Counter(entry.kind for entry in entries)),
-        bytes=sum(entry.size_bytes for entry in entries),
-        damaged=sum(bool(entry.wrong) for entry in entries),
-    )
-
-
 def report_damaged_entries(entries: list[CheckedCacheEntry], request: Request, report: Report) -> None:
     """An error for what cannot be used, with a mending for each: it is made again by the next run."""
     damaged = [entry for entry in entries if entry.wrong]
@@ -123,10 +118,11 @@ def report_cache_makers(entries: list[CheckedCacheEntry], report: Report) -> Non
     for entry in entries:
         if not entry.wrong:
             makers.setdefault((entry.kind, entry.identity), []).append(entry)
-    rows = [
-        (kind, str(len(made)), f"{sum(e.size_bytes for e in made) / 1e6:.1f} MB", format_cache_identity(dict(identity)))
-        for (kind, identity), made in makers.items()
-    ]
+    rows = []
+    for (kind, identity), made in makers.items():
+        shown = (f"{name} {v[:_DIGEST_DIGITS_SHOWN] if len(v) > _MAX_VALUE_SHOWN else v}" for name, v in identity)
+        size = sum(entry.size_bytes for entry in made) / 1e6
+        rows.append((kind, str(len(made)), f"{size:.1f} MB", ", ".join(shown)))
     report.tables.append(Table("what made the entries", ("kind", "entries", "size", "maker"), tuple(rows)))
     kinds = Counter(kind for kind, _ in makers)
     for kind, count in kinds.items():
@@ -141,13 +137,6 @@ def report_cache_makers(entries: list[CheckedCacheEntry], report: Report) -> Non
             remedy="A run uses those of its own settings and leaves the others, which only take room.",
             makers=count,
         )
-
-
-def format_cache_identity(identity: Mapping[str, str]) -> str:
-    """An identity for a person, with fingerprints cut."""
-    return ", ".join(
-        f"{name} {value[:_FINGERPRINT_DIGITS_SHOWN] if len(value) > 40 else value}" for name, value in identity.items()
-    )
 
 
 def report_abandoned_files(path: Path, request: Request, report: Report) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from finitune.numerics.formats import FP16
 from finitune.progress import Progress
 from finitune.report import Level, Report, Table
 from finitune.verbs.check.model_facts import report_model_header
-from finitune.verbs.check.request import Request, check_safetensors_names, count_tensor_dtypes
+from finitune.verbs.check.request import Request, check_safetensors_names
 from finitune.verbs.shared.adapters import open_model
 
 _MAX_LISTED_RANGES = 5
@@ -29,7 +30,10 @@ def check_model(path: Path, request: Request, report: Report, progress: Progress
     check_safetensors_names(opened.files.values(), report)
     report.figures.update(compute_model_figures(opened))
     report_model_header(opened, report)
-    report_empty_files(opened, report)
+    for file in opened.files.values():
+        if not file.entries:
+            remedy = "Nothing can be loaded of it: save or download it again."
+            report.add(Level.ERROR, "FILE-NO-TENSORS", str(file.path), f"{file.path} holds no tensors", remedy=remedy)
     ranges: dict[str, TensorRange] = {}
     losses: dict[str, Fp16Loss] = {}
     progress.start("reading", sum(file.size_bytes for file in opened.files.values()) >> 20)
@@ -44,24 +48,14 @@ def check_model(path: Path, request: Request, report: Report, progress: Progress
     report_fp16_losses(losses, ranges, opened, report)
 
 
-def report_empty_files(opened: MergeBase, report: Report) -> None:
-    """An error for each file that lists no tensor."""
-    for file in opened.files.values():
-        if not file.entries:
-            remedy = "Nothing can be loaded of it: save or download it again."
-            report.add(Level.ERROR, "FILE-NO-TENSORS", str(file.path), f"{file.path} holds no tensors", remedy=remedy)
-
-
 def compute_model_figures(opened: MergeBase) -> dict[str, object]:
     """What the model is, as named figures."""
     files = opened.files.values()
-    dtypes: dict[str, int] = {}
-    size: dict[str, int] = {}
-    for file in files:
-        for name, count in count_tensor_dtypes(file).items():
-            dtypes[name] = dtypes.get(name, 0) + count
-        for entry in file.entries.values():
-            size[entry.dtype] = size.get(entry.dtype, 0) + entry.size_bytes
+    dtypes: Counter[str] = Counter()
+    size: Counter[str] = Counter()
+    for entry in (entry for file in files for entry in file.entries.values()):
+        dtypes[entry.dtype] += 1
+        size[entry.dtype] += entry.size_bytes
     total = sum(size.values())
     return {
         "kind": "model",
@@ -69,7 +63,7 @@ def compute_model_figures(opened: MergeBase) -> dict[str, object]:
         "tensors": sum(len(file) for file in files),
         "numbers": sum(math.prod(entry.shape) for file in files for entry in file.entries.values()),
         "bytes": total,
-        "dtypes": dtypes,
+        "dtypes": dict(dtypes),
         "dtype_shares": {name: round(count / total, 4) for name, count in size.items()} if total else {},
     }
 
@@ -127,11 +121,13 @@ def report_weight_ranges(ranges: Mapping[str, TensorRange], report: Report) -> N
 
 def report_constant_weights(ranges: Mapping[str, TensorRange], opened: MergeBase, report: Report) -> None:
     """A warning for weight matrices that hold one number throughout, a note where it is zero."""
-    matrices = {name for name, key in index_model_tensors(opened).items() if is_weight_matrix(opened.shape(key))}
+    shapes = {name: opened.shape(key) for name, key in index_model_tensors(opened).items()}
+    # of several inputs and outputs, rather than a bias, a norm or a scale
+    matrices = {name for name, shape in shapes.items() if len(shape) > 1 and min(shape[:2]) > 1}
     constant = [name for name, found in ranges.items() if found.low == found.high and name in matrices]
     report.figures["constant_tensors"] = len(constant)
     zero = [name for name in constant if ranges[name].low == 0]
-    other = [name for name in constant if name not in zero]
+    other = [name for name in constant if ranges[name].low != 0]
     if other:
         report.add(
             Level.WARNING,
@@ -151,11 +147,6 @@ def report_constant_weights(ranges: Mapping[str, TensorRange], opened: MergeBase
             "the original.",
             tensors=zero[:_MAX_NAMED_TENSORS],
         )
-
-
-def is_weight_matrix(shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a weight of several inputs and outputs, rather than a bias, a norm or a scale."""
-    return len(shape) > 1 and min(shape[:2]) > 1
 
 
 def report_fp16_losses(

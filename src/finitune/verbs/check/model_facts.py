@@ -183,9 +183,13 @@ def report_stated_precision(opened: MergeBase, report: Report) -> None:
     """A warning where what a file says of its precision is not what its tensors are; a note where nothing says it."""
     stated: dict[str, dict[str, str]] = {}
     for component, file in opened.files.items():
-        said = dict(find_stated_precisions(file))
-        stated[component] = said
-        shares = compute_dtype_shares(file)
+        stated[component or "file"] = said = dict(find_stated_precisions(file))
+        size: Counter[str] = Counter()
+        for entry in file.entries.values():
+            if entry.torch_dtype.is_floating_point:
+                size[entry.dtype] += entry.size_bytes
+        total = sum(size.values())
+        shares = {name: count / total for name, count in size.items()} if total else {}
         for where, dtype in said.items():
             if shares and shares.get(dtype, 0.0) < _MIN_DECLARED_SHARE:
                 main = max(shares, key=shares.__getitem__)
@@ -199,7 +203,7 @@ def report_stated_precision(opened: MergeBase, report: Report) -> None:
                     stated_by=where,
                     shares={name: round(share, 4) for name, share in shares.items()},
                 )
-    told = {component or "file": said for component, said in stated.items() if said}
+    told = {component: said for component, said in stated.items() if said}
     report.figures["precision_stated"] = told
     if not told:
         report.add(
@@ -236,16 +240,6 @@ def read_component_config(path: Path) -> Mapping[str, Any]:
     return {}
 
 
-def compute_dtype_shares(file: TensorFile) -> dict[str, float]:
-    """The share of the bytes that each floating dtype has."""
-    size: Counter[str] = Counter()
-    for entry in file.entries.values():
-        if entry.torch_dtype.is_floating_point:
-            size[entry.dtype] += entry.size_bytes
-    total = sum(size.values())
-    return {name: count / total for name, count in size.items()} if total else {}
-
-
 def report_fp8_scales(component: str, file: TensorFile, report: Report) -> None:
     """Whether 8-bit weights have scales: all is well, none is told, some is an error."""
     eight = [
@@ -253,7 +247,8 @@ def report_fp8_scales(component: str, file: TensorFile, report: Report) -> None:
     ]
     if not eight:
         return
-    bare = [name for name in eight if not has_fp8_scale(name, file)]
+    beside = (*FP8_SCALE_SUFFIXES, *FOREIGN_FP8_SCALE_SUFFIXES)  # the scale of a whole weight, or of its blocks
+    bare = [name for name in eight if not any(name.removesuffix(".weight") + suffix in file for suffix in beside)]
     marked = bool({*_FP8_SCALE_MARKS} & file.entries.keys()) or "_quantization_metadata" in file.metadata
     report.figures["fp8_weights"] = len(eight)
     report.figures["fp8_scaled"] = len(eight) - len(bare)
@@ -278,9 +273,3 @@ def report_fp8_scales(component: str, file: TensorFile, report: Report) -> None:
             f"its {len(eight)} weights in 8 bits have no scales: they were cast, so that small ones are coarse or zero",
             remedy="It loads everywhere. For merging and training take the file in bf16 or fp16.",
         )
-
-
-def has_fp8_scale(name: str, file: TensorFile) -> bool:
-    """Whether a scale of a weight stands beside it, of the whole weight or of its blocks."""
-    stem = name.removesuffix(".weight")
-    return any(stem + suffix in file for suffix in (*FP8_SCALE_SUFFIXES, *FOREIGN_FP8_SCALE_SUFFIXES))

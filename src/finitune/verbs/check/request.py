@@ -1,20 +1,26 @@
-"""What `finitune check` is asked, and what its parts hand back beside their findings: changes that are safe to make."""
+"""What `finitune check` is asked, and the changes that it makes: those that lose nothing.
+
+They are asked for first and told, and a copy of each file stays beside it.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from finitune.report import Level, Report
+from finitune.errors import FinituneError
+from finitune.files.sniff import make_unreadable_file_error
+from finitune.files.tensorfile import TensorFile
+from finitune.report import Finding, Level, Report
 from finitune.verbs.shared.options import AmbiguityRequest
 
-if TYPE_CHECKING:
-    from finitune.files.tensorfile import TensorFile
+_MAX_LISTED_FIXES = 10
 
 
 @dataclass(frozen=True)
@@ -77,11 +83,54 @@ def check_safetensors_names(files: Iterable[TensorFile], report: Report) -> None
             )
 
 
-def count_tensor_dtypes(file: TensorFile) -> dict[str, int]:
-    """How many tensors there are of each dtype, as the file names it."""
-    return dict(Counter(entry.dtype for entry in file.entries.values()))
-
-
 def sort_findings_by_level(report: Report, begin: int) -> None:
     """Put the findings from place `begin` on in order: errors, warnings, notes."""
     report.findings[begin:] = sorted(report.findings[begin:], key=lambda one: one.level.rank)
+
+
+def apply_fixes(mendings: Sequence[FileFix], request: Request) -> list[Finding]:
+    """Make the changes if they are wanted; what was done, or would be."""
+    if not mendings:
+        return []
+    if not request.yes and not (request.ask is not None and request.ask(mendings)):
+        return list_available_fixes(mendings, asked=True)
+    told: list[Finding] = []
+    copies: dict[Path, Path] = {}
+    for mending in mendings:
+        path, code = str(mending.path), {"mends": mending.code}
+        try:
+            if mending.path not in copies:
+                copies[mending.path] = back_up_file(mending.path)
+            mending.apply()
+        except (FinituneError, OSError) as error:
+            cause = error if isinstance(error, FinituneError) else make_unreadable_file_error(mending.path, error)
+            message = f"{mending.what}: not done. {cause.message}"
+            told.append(Finding(Level.ERROR, "FIX-FAILED", path, message, {**code}, cause.remedy))
+        else:
+            copy = copies[mending.path]
+            message = f"{mending.what}: done; the file as it was is {copy.name}"
+            told.append(Finding(Level.NOTE, "FIX-DONE", path, message, {**code, "copy": str(copy)}))
+    return told
+
+
+def back_up_file(path: Path) -> Path:
+    """A copy of a file as NAME.orig; one that is there already is never written over."""
+    names = (path.with_name(f"{path.name}{BACKUP_SUFFIX}{n or ''}") for n in count())
+    copy = next(name for name in names if not name.exists())
+    shutil.copy2(path, copy)
+    return copy
+
+
+def list_available_fixes(mendings: Sequence[FileFix], asked: bool = False) -> list[Finding]:
+    """A note of what could be mended; `asked` is whether --fix was given, and nobody agreed."""
+    if not mendings:
+        return []
+    lines = [f"{one.path}: {one.what}" for one in mendings[:_MAX_LISTED_FIXES]]
+    if more := len(mendings) - len(lines):
+        lines.append(f"and {more} more")
+    code, remedy = "FIX-AVAILABLE", "--fix makes them, and asks first; a copy of each file stays as NAME.orig."
+    if asked:
+        code = "FIX-NOT-DONE"
+        remedy = "Nothing was changed. --fix --yes makes these changes; a copy of each file stays as NAME.orig."
+    message = f"{len(mendings)} changes can be made that lose nothing:\n" + "\n".join(lines)
+    return [Finding(Level.NOTE, code, str(mendings[0].path), message, {"changes": len(mendings)}, remedy)]

@@ -34,12 +34,19 @@ def check_run(path: Path, request: Request, report: Report, progress: Progress) 
             facts = read_verified_state_facts(state)
             good[state] = int(facts["step"])
             rows.append((state.name, str(facts["step"]), "whole"))
-        except (FinituneError, KeyError, TypeError, ValueError) as error:
-            finding = (
-                Finding.of(error) if isinstance(error, FinituneError) else make_malformed_state_error(state, error)
+        except FinituneError as error:
+            report.findings.append(Finding.of(error))
+            rows.append((state.name, "-", error.code))
+        except (KeyError, TypeError, ValueError) as error:  # the right sum and the wrong form: another has written it
+            report.add(
+                Level.ERROR,
+                "STATE-DAMAGED",
+                str(state),
+                f"{state}: its facts are of another form ({type(error).__name__}: {error})",
+                remedy="Resume from another state, or begin from the adapter file beside it: network_weights.",
+                file=STATE_JSON_NAME,
             )
-            report.findings.append(finding)
-            rows.append((state.name, "-", finding.code))
+            rows.append((state.name, "-", "STATE-DAMAGED"))
         progress.advance("states")
     progress.finish("states")
     report.figures.update(
@@ -47,13 +54,6 @@ def check_run(path: Path, request: Request, report: Report, progress: Progress) 
     )
     if rows:
         report.tables.append(Table("states", ("state", "step", "verdict"), tuple(rows)))
-
-
-def make_malformed_state_error(state: Path, error: Exception) -> Finding:
-    """The error for facts with the right sum and the wrong form: they were written by something else."""
-    what = f"{state}: its facts are of another form ({type(error).__name__}: {error})"
-    remedy = "Resume from another state, or begin from the adapter file beside it: network_weights."
-    return Finding(Level.ERROR, "STATE-DAMAGED", str(state), what, {"file": STATE_JSON_NAME}, remedy)
 
 
 def check_plan(path: Path, request: Request, report: Report, progress: Progress) -> None:
