@@ -73,15 +73,16 @@ def build_enclosing_axis(values: Sequence[float], most: int = 6, log: bool = Fal
     """The axis whose first and last of at most `most` + 1 round numbers enclose drawable `values`, at least one."""
     low, high = min(values), max(values)
     if log:
-        ticks = _fine(low, high, most) or _decades(low, high, most)
-        return ChartAxis(ticks[0], ticks[-1], tuple(ticks), tuple(map(_spelled_alone, ticks)), log=True)
+        ticks = _list_fine_ticks(low, high, most) or _list_decades(low, high, most)
+        texts = (next(_format_ticks([tick], math.floor(math.log10(tick) + 1e-9))) for tick in ticks)
+        return ChartAxis(ticks[0], ticks[-1], tuple(ticks), tuple(texts), log=True)
     if _is_flat(low, high, _FLAT_SHARE):  # shown against zero
         low, high = min(0.0, low), max(0.0, high)
     if high - low < _MIN_DRAWABLE:
         low, high = float(math.floor(low)), float(max(1, math.ceil(high)))
     step = TickStep.parting(high - low, most)
     ticks = [step.at(count) for count in range(step.below(low), step.above(high) + 1)]
-    return ChartAxis(ticks[0], ticks[-1], tuple(ticks), tuple(_spelled(ticks, step.exponent)))
+    return ChartAxis(ticks[0], ticks[-1], tuple(ticks), tuple(_format_ticks(ticks, step.exponent)))
 
 
 def build_tight_axis(values: Sequence[float], most: int = 8) -> ChartAxis:
@@ -94,14 +95,14 @@ def build_tight_axis(values: Sequence[float], most: int = 8) -> ChartAxis:
     if step.exponent < 0 and all(value == round(value) for value in values):
         step = TickStep(1, 0)
     ticks = [step.at(count) for count in range(step.above(low), step.below(high) + 1)]
-    return ChartAxis(low, high, tuple(ticks), tuple(_spelled(ticks, step.exponent)))
+    return ChartAxis(low, high, tuple(ticks), tuple(_format_ticks(ticks, step.exponent)))
 
 
 def _is_flat(low: float, high: float, share: float) -> bool:
     return high - low <= max(_MIN_DRAWABLE, share * max(abs(low), abs(high)))
 
 
-def _fine(low: float, high: float, most: int) -> list[float]:
+def _list_fine_ticks(low: float, high: float, most: int) -> list[float]:
     """1, 2 and 5 times powers of ten around `low` and `high`; none where they are too many."""
     first, last = math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1
     if last - first > most + 2:
@@ -112,7 +113,7 @@ def _fine(low: float, high: float, most: int) -> list[float]:
     return steps[begin : end + 1] if end - begin <= most else []
 
 
-def _decades(low: float, high: float, most: int) -> list[float]:
+def _list_decades(low: float, high: float, most: int) -> list[float]:
     """Powers of ten around `low` and `high`, as many left out between them as it takes."""
     exponents = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
     first = max(exponent for exponent in exponents if float(f"1e{exponent}") <= low)
@@ -121,12 +122,7 @@ def _decades(low: float, high: float, most: int) -> list[float]:
     return [float(f"1e{exponent}") for exponent in range(first, last + stride, stride)]
 
 
-def _spelled_alone(value: float) -> str:
-    """A round number of a logarithmic axis."""
-    return next(_spelled([value], math.floor(math.log10(value) + 1e-9)))
-
-
-def _spelled(ticks: Sequence[float], exponent: int) -> Iterator[str]:
+def _format_ticks(ticks: Sequence[float], exponent: int) -> Iterator[str]:
     """Round numbers with as many digits as a step of some tens to the `exponent` needs."""
     largest = max(map(abs, ticks), default=0.0)
     places = max(0, -exponent)

@@ -34,7 +34,7 @@ def render_demo_page(story: DemoResults, report: Report) -> str:
         f"Prompt: {story.settings.prompt}. Seed {story.settings.seed}, {story.settings.steps} steps, guidance"
         f" {story.settings.cfg:g}. The same noise, the same weights, four precisions."
     )
-    page.picture_row(_pictures(story))
+    page.picture_row(_iter_pictures(story))
     page.heading("Why plain fp16 fails")
     page.findings(f for f in report.findings if f.code.startswith("ORIGIN"))
     page.prose(
@@ -45,13 +45,13 @@ def render_demo_page(story: DemoResults, report: Report) -> str:
     for table in plan.build_proof_tables(story.proof):
         page.table(table)
     page.figures("certificate of the denoiser", story.proof.figures())
-    _lesson(page, story.lesson)
+    _add_training(page, story.lesson)
     page.heading("Your own model")
     page.code(_NEXT_COMMANDS)
     return page.render()
 
 
-def _lesson(page: HtmlPage, lesson: DemoTraining) -> None:
+def _add_training(page: HtmlPage, lesson: DemoTraining) -> None:
     """The training: what it did to a prompt whose picture it has not seen, its curve, and who loads the file."""
     figures = lesson.figures()
     page.heading("A style, learned in the same fp16")
@@ -66,7 +66,7 @@ def _lesson(page: HtmlPage, lesson: DemoTraining) -> None:
     page.figures("the adapter's file, and who loads it", {"file": lesson.adapter.name, **lesson.loads})
 
 
-def _pictures(story: DemoResults) -> Iterator[HtmlImage]:
+def _iter_pictures(story: DemoResults) -> Iterator[HtmlImage]:
     """Each drawing's first picture, with the verdict that any command would give on it."""
     measured = story.distances()
     distances = {

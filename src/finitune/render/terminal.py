@@ -38,10 +38,10 @@ def print_report(report: Report, console: Console) -> None:
     figures = {name: value for name, value in report.figures.items() if name not in told}
     console.print(Text.assemble((word, _STYLE_BY_VERDICT[word]), "  ", escape_control_characters(sentence)))
     sections = [
-        *(_finding(finding) for finding in sort_findings(report.findings)),
-        *([_pairs("Figures", figures)] if figures else []),
-        *(_table(table) for table in report.tables),
-        *([_pairs("Files", report.artifacts)] if report.artifacts else []),
+        *(_show_finding(finding) for finding in sort_findings(report.findings)),
+        *([_show_pairs("Figures", figures)] if figures else []),
+        *(_show_table(table) for table in report.tables),
+        *([_show_pairs("Files", report.artifacts)] if report.artifacts else []),
     ]
     errors = [finding.code for finding in report.findings if finding.level is Level.ERROR]
     if errors:
@@ -53,7 +53,7 @@ def print_report(report: Report, console: Console) -> None:
         console.print(section)
 
 
-def _finding(finding: Finding) -> RenderableType:
+def _show_finding(finding: Finding) -> RenderableType:
     """LEVEL  CODE  place, and below it what was found, the numbers, and what to do."""
     heading = Text.assemble(
         (finding.level.value.upper(), _STYLE_BY_LEVEL[finding.level]),
@@ -71,7 +71,7 @@ def _finding(finding: Finding) -> RenderableType:
     return Group(heading, Padding(Group(*lines), (0, 0, 0, _INDENT), expand=False))
 
 
-def _pairs(title: str, pairs: Mapping[str, object]) -> RenderableType:
+def _show_pairs(title: str, pairs: Mapping[str, object]) -> RenderableType:
     grid = Grid.grid(padding=(0, 2))
     grid.add_column(style="dim", overflow="fold")
     grid.add_column(overflow="fold")
@@ -80,7 +80,7 @@ def _pairs(title: str, pairs: Mapping[str, object]) -> RenderableType:
     return Group(Text(title, style="bold"), Padding(grid, (0, 0, 0, _INDENT), expand=False))
 
 
-def _table(table: Table) -> RenderableType:
+def _show_table(table: Table) -> RenderableType:
     grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for index, column in enumerate(table.columns):
         numeric = bool(table.rows) and all(_is_number(row[index]) for row in table.rows)

@@ -92,19 +92,19 @@ def run(request: Request, page: Callable[[DemoResults, Report], str], progress: 
     report = Report("demo")
     try:
         choice = diagnose.Request(model="pico-anima", prompt=plan.DEFAULT_CALIBRATION_PROMPTS[0], steps=request.steps)
-        story = _tell(choice, request, report, progress)
+        story = _tell_story(choice, request, report, progress)
         report.figures.update(story.proof.figures() | story.lesson.figures())
         report.figures.update({k: v for k, v in story.diagnosis.figures.items() if k.startswith("origin_")})
-        report.findings.extend(_as_shown(story.diagnosis))
+        report.findings.extend(_demote_errors(story.diagnosis))
         report.tables.extend(plan.build_proof_tables(story.proof))
         plan.judge_plan_proof(report, story.proof, 2)
-        _write(request.out, story, report, page)
+        _write_results(request.out, story, report, page)
     except FinituneError as error:
         return report.fail(error)
     return report
 
 
-def _tell(choice: diagnose.Request, request: Request, report: Report, progress: Progress | None) -> DemoResults:
+def _tell_story(choice: diagnose.Request, request: Request, report: Report, progress: Progress | None) -> DemoResults:
     diagnosis = Report("diagnose")
     parts, raw = diagnose.diagnose_picture(choice, diagnosis, progress)
     pictures = plan.Request(model=choice.model, seed=choice.seed, steps=choice.steps).pictures()
@@ -122,7 +122,7 @@ def measure_block_ranges(parts: LoadedModel, settings: PictureSettings) -> dict[
     return {site: amax for site, amax in ranges.amax.items() if _BLOCK_PATTERN.fullmatch(site)}
 
 
-def _as_shown(diagnosis: Report) -> list[Finding]:
+def _demote_errors(diagnosis: Report) -> list[Finding]:
     """The diagnosis as notes: in the demo the black picture is the point, not a failure."""
     return [
         Finding(Level.NOTE, f.code, f.subject, f.message, f.evidence, f.remedy)
@@ -131,7 +131,7 @@ def _as_shown(diagnosis: Report) -> list[Finding]:
     ]
 
 
-def _write(out: Path, story: DemoResults, report: Report, page: Callable[[DemoResults, Report], str]) -> None:
+def _write_results(out: Path, story: DemoResults, report: Report, page: Callable[[DemoResults, Report], str]) -> None:
     for name, drawing in story.drawings.items():
         path = out / f"{name}{'.suspect' if name == 'raw-half' else ''}.png"
         write_bytes(path, encode_png(drawing.pixels[0]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from finitune.adapters import find_algorithm
@@ -47,11 +47,9 @@ def check_adapter(path: Path, request: Request, report: Report, progress: Progre
         report.findings.extend(check_adapter_health(reading.adapter))
         report.figures.update(compute_adapter_figures(file, reading))
     check_metadata_hash(file, report)
-    components, magnitudes = count_adapted_modules(reading, model.shapes), count_magnitude_conventions(reading)
-    report.figures.update(components=components, dora=magnitudes, loads=collect_loader_verdicts(reading))
-    report.tables.append(build_component_table(components, len(reading.unmatched)))
-    if magnitudes:
-        report.tables.append(build_magnitude_table(magnitudes))
+    report_adapted_modules(reading, model.shapes, report)
+    report_magnitudes(reading, report)
+    report.figures["loads"] = collect_loader_verdicts(reading)
     if said := [(key, file.metadata[key]) for key in _SHOWN_METADATA_KEYS if key in file.metadata]:
         report.tables.append(Table("what it says of itself", ("key", "value"), tuple(said)))
     report.tables.append(build_loader_verdict_table(reading))
@@ -85,34 +83,27 @@ def compute_adapter_figures(file: TensorFile, reading: ParsedAdapter) -> dict[st
     }
 
 
-def count_adapted_modules(reading: ParsedAdapter, shapes: Mapping[str, Shape]) -> dict[str, dict[str, int | None]]:
-    """Component by component: how many modules are adapted, of how many that the model has, where that is known."""
+def report_adapted_modules(reading: ParsedAdapter, shapes: Mapping[str, Shape], report: Report) -> None:
+    """How many modules are adapted in each component, of how many that the model has, where that is known."""
     adapted = Counter(site.partition(".")[0] for site in reading.adapter)
     known = Counter(site.partition(".")[0] for site, shape in shapes.items() if len(shape) > 1)
-    return {name: {"sites": count, "of": known[name] or None} for name, count in adapted.items()}
+    report.figures["components"] = {name: {"sites": n, "of": known[name] or None} for name, n in adapted.items()}
+    rows = [(name, str(count), str(known[name] or "")) for name, count in adapted.items()]
+    if reading.unmatched:
+        rows.append(("(no place)", str(len(reading.unmatched)), ""))
+    report.tables.append(Table("components", ("component", "adapted modules", "of the model's"), tuple(rows)))
 
 
-def build_component_table(components: Mapping[str, Mapping[str, int | None]], homeless: int) -> Table:
-    """The same for a person, and how many tensors have no place."""
-    rows = [(name, str(found["sites"]), str(found["of"] or "")) for name, found in components.items()]
-    if homeless:
-        rows.append(("(no place)", str(homeless), ""))
-    return Table("components", ("component", "adapted modules", "of the model's"), tuple(rows))
-
-
-def count_magnitude_conventions(reading: ParsedAdapter) -> list[dict[str, object]]:
+def report_magnitudes(reading: ParsedAdapter, report: Report) -> None:
     """The conventions of DoRA's magnitudes, and how many modules have each: see `adapters.core.Magnitude`."""
     found = (one.magnitude for one in reading.adapter.sites.values() if one.magnitude is not None)
     counts = Counter((magnitude.side, magnitude.norm_of) for magnitude in found)
-    return [{"side": side, "norm_of": norm_of, "sites": count} for (side, norm_of), count in counts.items()]
-
-
-def build_magnitude_table(magnitudes: Iterable[Mapping[str, object]]) -> Table:
-    """The same for a person."""
+    report.figures["dora"] = [{"side": side, "norm_of": of, "sites": n} for (side, of), n in counts.items()]
     sides = {"out": "one per output", "in": "one per input"}
     norms = {"adapted": "of the adapted weight", "base": "of the base weight"}
-    rows = tuple((sides[str(m["side"])], norms[str(m["norm_of"])], str(m["sites"])) for m in magnitudes)
-    return Table("dora", ("magnitudes", "norms", "modules"), rows)
+    rows = tuple((sides[side], norms[norm_of], str(count)) for (side, norm_of), count in counts.items())
+    if rows:
+        report.tables.append(Table("dora", ("magnitudes", "norms", "modules"), rows))
 
 
 def check_metadata_hash(file: TensorFile, report: Report) -> None:

@@ -4,7 +4,7 @@ but where the content says nothing: a configuration with a fault in its syntax h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from itertools import islice
 from pathlib import Path
@@ -103,15 +103,11 @@ def detect_tensors_kind(file: TensorFile) -> PathKind:
     """What a safetensors file is, by its tensors' names."""
     if {"identity", "source", "checksum"} <= file.metadata.keys():
         return PathKind.CACHE
-    return PathKind.ADAPTER if has_adapter_names(file) else PathKind.MODEL
-
-
-def has_adapter_names(names: Iterable[str]) -> bool:
-    """Whether tensor names are an adapter's: some end as only adapters' do."""
-    return any(
-        is_cloneofsimo_key(name) or ((found := split_adapter_key(name)) and found[1].role not in ("weight", "bias"))
-        for name in names
-    )
+    for name in file:  # some names end as only an adapter's do
+        found = split_adapter_key(name)
+        if is_cloneofsimo_key(name) or (found and found[1].role not in ("weight", "bias")):
+            return PathKind.ADAPTER
+    return PathKind.MODEL
 
 
 def detect_text_kind(path: Path, start: bytes) -> PathKind:
@@ -134,11 +130,8 @@ def detect_text_kind(path: Path, start: bytes) -> PathKind:
         return PathKind.PLAN
     if recognise_config_kind(document) in _DATASET_PROGRAMS:
         return PathKind.DATASET
-    if (
-        recognise_config_kind(document)
-        or (isinstance(document, Mapping) and text.language == "TOML")
-        or rank_config_kinds(document)
-    ):
+    ours = isinstance(document, Mapping) and text.language == "TOML"
+    if recognise_config_kind(document) or ours or rank_config_kinds(document):
         return PathKind.CONFIG
     raise make_unchecked_text_error(path, start, size)
 
@@ -166,7 +159,9 @@ def detect_folder_kind(folder: Path) -> PathKind:
             or any(iterate_state_folders(folder))
         ):
             return PathKind.RUN
-        if any(map(is_cache_folder, (folder, folder / "latents", folder / "texts"))):
+        # entries of a cache of ours are called by a digest of their source and one of their maker
+        entry = f"{'?' * CACHE_SOURCE_DIGITS}-{'?' * CACHE_KEY_DIGITS}.safetensors"
+        if any(any(place.glob(entry)) for place in (folder, folder / "latents", folder / "texts") if place.is_dir()):
             return PathKind.CACHE
         tensors = [path for path in inside if path.name.endswith((".safetensors", INDEX_SUFFIX))]
         if "model_index.json" in names or is_component_folder(folder) or any(map(is_component_folder, inside)):
@@ -194,12 +189,6 @@ def is_component_folder(folder: Path) -> bool:
         and any((folder / name).is_file() for name in ("config.json", "scheduler_config.json"))
         and any(folder.glob("*.safetensors*"))
     )
-
-
-def is_cache_folder(folder: Path) -> bool:
-    """Whether a folder holds entries of a cache of ours: files by a digest of their source and one of their maker."""
-    shape = f"{'?' * CACHE_SOURCE_DIGITS}-{'?' * CACHE_KEY_DIGITS}.safetensors"
-    return folder.is_dir() and any(folder.glob(shape))
 
 
 def make_unchecked_text_error(path: Path, start: bytes, size: int) -> FileError:

@@ -73,14 +73,14 @@ class Redactor:
         for pattern, replacement in shown:
             text = pattern.sub(replacement, text)
         for root, name in self.roots:
-            text = _of_root(root).sub(lambda _, name=name: name, text)
-        text = _QUOTED.sub(lambda found: f"{found[1]}{_outside(found[2])}{found[1]}", text)
+            text = _match_root(root).sub(lambda _, name=name: name, text)
+        text = _QUOTED.sub(lambda found: f"{found[1]}{_mark_outside(found[2])}{found[1]}", text)
         for pattern in (_BARE, _NETWORK):
-            text = pattern.sub(lambda found: _outside(found[0]), text)
+            text = pattern.sub(lambda found: _mark_outside(found[0]), text)
         text = _EMAIL.sub(_EMAIL_MARK, text)
         for names, replacement in ((self.people, _PERSON_MARK), (self.hosts, _HOST_MARK)):
-            text = _words(names).sub(replacement, text) if names else text
-        return _UUID.sub(self._numbered, text)
+            text = _match_words(names).sub(replacement, text) if names else text
+        return _UUID.sub(self._number_device, text)
 
     def value(self, value: object) -> object:
         """What of JSON's values may be shown: texts, and the names of an object."""
@@ -97,7 +97,7 @@ class Redactor:
             return [self.value(item) for item in value]
         return value
 
-    def _numbered(self, found: re.Match[str]) -> str:
+    def _number_device(self, found: re.Match[str]) -> str:
         """Devices are told apart, and no more."""
         return f"<id {self._numbers.setdefault(found[0].lower(), len(self._numbers) + 1)}>"
 
@@ -123,17 +123,17 @@ def _is_name(word: str) -> bool:
     return len(word) > 2 and word.lower() not in _COMMON_NAMES
 
 
-def _of_root(root: Path) -> re.Pattern[str]:
+def _match_root(root: Path) -> re.Pattern[str]:
     """A folder as texts spell it: with its system's separators, with slashes, or with escaped backslashes."""
     spellings = dict.fromkeys((str(root), root.as_posix(), str(root).replace("\\", "\\\\")))
     return re.compile(rf"(?<![\w.~/\\-])(?:{'|'.join(map(re.escape, spellings))})(?=$|[\\/{_STOP}])")
 
 
-def _words(names: Iterable[str]) -> re.Pattern[str]:
+def _match_words(names: Iterable[str]) -> re.Pattern[str]:
     longest = sorted(map(re.escape, names), key=len, reverse=True)
     return re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(longest)})(?![A-Za-z0-9])", re.IGNORECASE)
 
 
-def _outside(path: str) -> str:
+def _mark_outside(path: str) -> str:
     ending = re.search(r"[^/\\.](\.[A-Za-z0-9]{1,11})$", path)
     return _OUTSIDE_MARK + (ending[1] if ending else "")
