@@ -25,7 +25,6 @@ class ChartAxis:
     log: bool = False
 
     def labels(self) -> Iterator[tuple[float, str]]:
-        """The round numbers, each with its spelling."""
         return zip(self.ticks, self.texts, strict=True)
 
     def share(self, value: float) -> float:

@@ -13,7 +13,6 @@ _CHECK_PAGE_TITLE = "What finitune check found"
 
 
 def render_check_page(sections: Sequence[CheckSection], report: Report) -> str:
-    """The self-contained HTML page of a check."""
     page = HtmlPage(_CHECK_PAGE_TITLE).cards(build_check_cards(sections, report))
     urgent = [finding for finding in report.findings if finding.level is not Level.NOTE]
     if urgent:
@@ -47,7 +46,6 @@ def build_check_cards(sections: Sequence[CheckSection], report: Report) -> list[
 
 
 def add_section(page: HtmlPage, section: CheckSection) -> HtmlPage:
-    """The findings, figures and tables of one path."""
     titles = {table.title for table in section.report.tables}
     figures = {name: value for name, value in section.report.figures.items() if name not in titles}
     if section.report.findings:

@@ -28,7 +28,6 @@ MODEL is a diffusers folder, or dit.safetensors --qwen3 qwen3.safetensors --vae 
 
 
 def render_demo_page(story: DemoResults, report: Report) -> str:
-    """The self-contained HTML page of a demo."""
     page = HtmlPage("pico-anima in fp16: from a black picture to the right one")
     page.prose(
         f"Prompt: {story.settings.prompt}. Seed {story.settings.seed}, {story.settings.steps} steps, guidance"

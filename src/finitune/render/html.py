@@ -49,7 +49,6 @@ def get_template_environment() -> Environment:
 
 
 def render_template(name: str, **values: object) -> str:
-    """The text of a template of ours."""
     return get_template_environment().get_template(name).render(values)
 
 
@@ -86,7 +85,6 @@ class HtmlPage:
         return self._add("prose", [part.strip() for part in text.split("\n\n") if part.strip()])
 
     def code(self, text: str) -> HtmlPage:
-        """Add text as it stands."""
         return self._add("code", text)
 
     def chart(self, svg: str) -> HtmlPage:
@@ -117,7 +115,6 @@ class HtmlPage:
         return self._add("table", table)
 
     def figures(self, title: str, figures: Mapping[str, object]) -> HtmlPage:
-        """Add named figures as a table of two columns."""
         rows = tuple((format_figure_name(key), format_value(value)) for key, value in figures.items())
         return self.table(Table(title, ("figure", "value"), rows))
 
@@ -126,7 +123,6 @@ class HtmlPage:
         return self._add("findings", sort_findings(findings))
 
     def render(self) -> str:
-        """The whole page."""
         return render_template("page.html", page=self)
 
     def _add(self, kind: str, content: object) -> HtmlPage:

@@ -72,12 +72,10 @@ class PlotFrame:
 
     @property
     def right(self) -> float:
-        """The right edge of the plot."""
         return self.width - PLOT_RIGHT_MARGIN
 
     @property
     def floor(self) -> float:
-        """The lower edge of the plot."""
         return self.top + PLOT_HEIGHT
 
     @property
@@ -86,11 +84,9 @@ class PlotFrame:
         return self.floor + _MARKER_LANE_HEIGHT * self.lanes
 
     def x(self, value: float) -> float:
-        """The horizontal place of a value."""
         return self.left + (self.right - self.left) * self.across.share(value)
 
     def y(self, value: float) -> float:
-        """The vertical place of a value."""
         return self.floor - PLOT_HEIGHT * self.up.share(value)
 
 

@@ -132,7 +132,6 @@ def build_speed_card(history: TrainingHistory) -> SummaryCard | None:
 
 
 def build_precision_card(config: TrainConfig, report: Report) -> SummaryCard | None:
-    """What it computes in, and why."""
     chosen = report.figures.get("precision")
     if chosen is None:
         return None

@@ -134,7 +134,6 @@ class TerminalProgress:
         self._tasks[name] = self._progress.add_task(escape_control_characters(name), total=total, said="")
 
     def advance(self, name: str, count: int = 1) -> None:
-        """Move the bar of stage `name` by `count` steps."""
         self._progress.update(
             self._tasks[name], advance=count
         )  # rich's own `advance` makes a negative speed of one back
@@ -152,5 +151,4 @@ class TerminalProgress:
         self._console.print(escape_control_characters(text), markup=False, highlight=False, soft_wrap=True)
 
     def finish(self, name: str) -> None:
-        """Take the bar of stage `name` away."""
         self._progress.remove_task(self._tasks.pop(name))

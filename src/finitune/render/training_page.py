@@ -44,7 +44,6 @@ _SPIKE_CODE = "TRAINING-SPIKE"
 
 
 def render_training_page(config: TrainConfig, history: TrainingHistory, report: Report) -> str:
-    """The self-contained HTML page of a run, finished or not."""
     page = HtmlPage(f"Training {config.saving.output_name}")
     network, figures = config.network, report.figures
     sizes = "".join(f", {format_value(figures[name])} {name}" for name in ("sites", "pictures") if name in figures)
@@ -185,7 +184,6 @@ def add_headroom_section(page: HtmlPage, history: TrainingHistory, report: Repor
 
 
 def add_preview_section(page: HtmlPage, config: TrainConfig, history: TrainingHistory) -> None:
-    """The pictures drawn on the way."""
     grid = build_preview_grid(history.previews)
     if grid is None:
         return

@@ -140,7 +140,6 @@ def report_gpu_forecast(path: Path, gpu: str, report: Report) -> None:
 
 
 def recheck_section(section: CheckSection, request: Request, progress: Progress) -> CheckSection:
-    """The section as it is after the changes."""
     if not section.mendings:
         return section
     if section.path.exists():

@@ -56,7 +56,6 @@ def check_adapter(path: Path, request: Request, report: Report, progress: Progre
 
 
 def compute_adapter_figures(file: TensorFile, reading: ParsedAdapter) -> dict[str, object]:
-    """What the file is, as named figures."""
     sites = reading.adapter.sites
     ranks = [rank for one in sites.values() if (rank := find_algorithm(one.algorithm).rank(one)) is not None]
     alphas = sorted({one.alpha for one in sites.values() if one.alpha is not None})

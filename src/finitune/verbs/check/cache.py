@@ -66,7 +66,6 @@ def check_cache(path: Path, request: Request, report: Report, progress: Progress
 
 
 def find_cache_files(path: Path) -> Iterator[Path]:
-    """The entries' files."""
     if path.is_file():
         yield path
         return

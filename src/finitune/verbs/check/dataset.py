@@ -149,7 +149,6 @@ def split_and_place_pictures(config: TrainConfig, found: DatasetScan) -> tuple[B
 
 
 def report_run_length(config: TrainConfig, placed: BucketPlacements, kept_out: int, report: Report) -> None:
-    """How long a run over these pictures is, as figures."""
     pairs = list(zip(placed.examples, placed.placements, strict=True))
     factors = [compute_enlargement(example.size, placement) for example, placement in pairs]
     losses = [compute_cropped_share(placement) for _, placement in pairs]

@@ -49,7 +49,6 @@ def check_model(path: Path, request: Request, report: Report, progress: Progress
 
 
 def compute_model_figures(opened: MergeBase) -> dict[str, object]:
-    """What the model is, as named figures."""
     files = opened.files.values()
     dtypes: Counter[str] = Counter()
     size: Counter[str] = Counter()

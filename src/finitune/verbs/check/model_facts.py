@@ -42,7 +42,6 @@ _FP8_SCALE_MARKS = ("scaled_fp8",)
 
 
 def report_model_header(opened: MergeBase, report: Report) -> None:
-    """All of it, to the report."""
     report_model_family(opened, report)
     report_name_prefix(opened, report)
     report_misplaced_parts(opened, report)

@@ -152,7 +152,6 @@ def find_broken_invariants(family: ModelSpec, settings: Mapping[str, Any], subje
 
 
 def make_invariant_warning(subject: str, name: str, rule: str, what: str, settings: Mapping[str, Any]) -> Finding:
-    """The warning for one."""
     evidence = {"invariant": name, "settings": dict(settings)}
     return Finding(Level.WARNING, "SETTINGS-BREAK-MODEL", subject, f"it was made with {what}. {rule}", evidence)
 

@@ -94,7 +94,6 @@ def require_valid_doctor_request(request: Request) -> None:
 
 
 def measure_main_device(environment: Environment, progress: Progress) -> Measurements:
-    """What the main device computes, how fast, and how rightly."""
     import torch  # which doctor has found to load
 
     from finitune.machine.measuring.measurements import measure_device
@@ -135,7 +134,6 @@ def judge_machine(environment: Environment, measurements: Measurements | None) -
 
 
 def build_facts_tables(environment: Environment) -> list[Table]:
-    """The facts for a person, each with what it means."""
     tables = [Table("facts", ("fact", "value", "what it means"), tuple(list_fact_rows(environment)))]
     if environment.packages:
         rows = tuple((package.name, package.version or "damaged") for package in environment.packages)
@@ -146,7 +144,6 @@ def build_facts_tables(environment: Environment) -> list[Table]:
 
 
 def list_fact_rows(environment: Environment) -> list[tuple[str, str, str]]:
-    """Each fact, its value, and its meaning."""
     python, machine, torch, memory = environment.python, environment.machine, environment.torch, environment.memory
     where = " ".join(filter(None, (machine.container, machine.hosted, "WSL" if machine.wsl else "")))
     built = (

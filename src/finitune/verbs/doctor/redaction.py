@@ -63,7 +63,6 @@ class Redactor:
     _numbers: dict[str, int] = field(default_factory=dict, compare=False)
 
     def text(self, text: str) -> str:
-        """What of a text may be shown."""
         shown = (
             (_BEARER, rf"\1 {_SECRET_MARK}"),
             (_NAMED, rf"\1{_SECRET_MARK}"),
