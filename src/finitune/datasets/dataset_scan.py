@@ -297,6 +297,20 @@ def split_validation(
     )
 
 
+def split_held_out(
+    found: DatasetScan, datasets: Sequence[ResolvedDataset], seed: int
+) -> tuple[list[TrainingExample], list[TrainingExample]]:
+    """(train, held out) of all data sets of a scan, each with its own share, and its own seed where it names one."""
+    learned: list[TrainingExample] = []
+    held: list[TrainingExample] = []
+    for options, examples in zip(datasets, found.examples, strict=True):
+        own = seed if options.validation_seed is None else options.validation_seed
+        kept, out = split_validation(examples, options.validation_split, own)
+        learned += kept
+        held += out
+    return learned, held
+
+
 def build_dataset_summary(found: DatasetScan) -> Table:
     """A row for each folder of each data set: pictures, repeats, appearances, captions, masks and sizes."""
     rows: list[tuple[str, ...]] = []

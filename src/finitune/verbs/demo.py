@@ -15,7 +15,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from finitune.config.read import read_train_config
-from finitune.errors import FileError, FinituneError
+from finitune.errors import FileError
 from finitune.files.writer import write_bytes, write_text
 from finitune.generation.draw import DrawnPictures, draw_picture_batch
 from finitune.generation.picture import encode_png
@@ -89,8 +89,7 @@ class DemoResults:
 
 def run(request: Request, page: Callable[[DemoResults, Report], str], progress: Progress | None = None) -> Report:
     """Run the story, write the page that `page` makes of it, the plan and the pictures, and report what was shown."""
-    report = Report("demo")
-    try:
+    with Report("demo") as report:
         choice = diagnose.Request(model="pico-anima", prompt=plan.DEFAULT_CALIBRATION_PROMPTS[0], steps=request.steps)
         story = _tell_story(choice, request, report, progress)
         report.figures.update(story.proof.figures() | story.lesson.figures())
@@ -99,8 +98,6 @@ def run(request: Request, page: Callable[[DemoResults, Report], str], progress: 
         report.tables.extend(plan.build_proof_tables(story.proof))
         plan.judge_plan_proof(report, story.proof, 2)
         _write_results(request.out, story, report, page)
-    except FinituneError as error:
-        return report.fail(error)
     return report
 
 

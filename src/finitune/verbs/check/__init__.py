@@ -52,8 +52,8 @@ def run(request: Request, progress: Progress | None = None, page: CheckPageRende
 
     With `fix`, what is safe is mended, and looked at again. The exit code is that of the worst section.
     """
-    report, progress = Report("check"), progress or SilentProgress()
-    try:
+    progress = progress or SilentProgress()
+    with Report("check") as report:
         require_valid_check(request)
         sections = [section for path in request.paths for section in iter_check_sections(path, request, progress)]
         offered = (one for section in sections for one in section.mendings)
@@ -69,8 +69,6 @@ def run(request: Request, progress: Progress | None = None, page: CheckPageRende
         if request.html is not None and page is not None:
             write_text(request.html, page(sections, report))
             report.artifacts["html"] = str(request.html)
-    except FinituneError as error:
-        return report.fail(error)
     return report
 
 

@@ -35,10 +35,9 @@ from finitune.datasets.captions_check import (
     check_captions,
 )
 from finitune.datasets.dataset_scan import (
-    DatasetScan,
     build_dataset_summary,
     scan_datasets,
-    split_validation,
+    split_held_out,
     verify_pictures,
 )
 from finitune.datasets.folder_listing import count_pictures
@@ -127,25 +126,13 @@ def check_training_pictures(
     report.figures.update(found.figures)
     if not every:
         return
-    placed, kept_out = split_and_place_pictures(config, found)
+    learned, held = split_held_out(found, datasets, config.training.seed)
+    placed = place_examples(learned, datasets, config.training.train_batch_size)
     report.findings.extend(placed.findings)
     buckets = build_bucket_table(placed, datasets, config.training.train_batch_size)
     report.tables += [build_dataset_summary(found), buckets, build_worst_crop_table(placed)]
     report.figures["buckets"] = buckets.as_dicts()
-    report_run_length(config, placed, kept_out, report)
-
-
-def split_and_place_pictures(config: TrainConfig, found: DatasetScan) -> tuple[BucketPlacements, int]:
-    """The pictures to learn from, divided and placed as a run would, and how many are kept out."""
-    datasets = resolve_datasets(config)
-    learned: list[TrainingExample] = []
-    kept_out = 0
-    for options, examples in zip(datasets, found.examples, strict=True):
-        seed = config.training.seed if options.validation_seed is None else options.validation_seed
-        kept, out = split_validation(examples, options.validation_split, seed)
-        learned += kept
-        kept_out += len(out)
-    return place_examples(learned, datasets, config.training.train_batch_size), kept_out
+    report_run_length(config, placed, len(held), report)
 
 
 def report_run_length(config: TrainConfig, placed: BucketPlacements, kept_out: int, report: Report) -> None:

@@ -40,9 +40,8 @@ class Request:
 
 def run(request: Request, progress: Progress | None = None) -> Report:
     """Read the facts, measure the device, and say what follows, the verdict first."""
-    report = Report("doctor")
     watch = progress or SilentProgress()
-    try:
+    with Report("doctor") as report:
         require_valid_doctor_request(request)
         environment = read_environment()
         loads = bool(environment.torch.version) and not environment.torch.error
@@ -62,8 +61,6 @@ def run(request: Request, progress: Progress | None = None) -> Report:
             probe_processes(request.distributed, environment, report, watch)
         if request.bundle:
             write_doctor_bundle(request.bundle, environment, report, request.run)
-    except FinituneError as error:
-        return report.fail(error)
     return report
 
 

@@ -92,7 +92,7 @@ def stop_on_report_errors(report: Report) -> None:
 def scan_training_data(config: TrainConfig, report: Report, progress: Progress) -> TrainingPictures:
     """Scan the folders and place every picture; all faults of the data are in the report together."""
     from finitune.datasets.buckets import build_bucket_table, place_examples
-    from finitune.datasets.dataset_scan import build_dataset_summary, scan_datasets, split_validation, verify_pictures
+    from finitune.datasets.dataset_scan import build_dataset_summary, scan_datasets, split_held_out, verify_pictures
 
     report.findings.extend(find_config_conflicts(config))
     stop_on_report_errors(report)
@@ -103,13 +103,7 @@ def scan_training_data(config: TrainConfig, report: Report, progress: Progress) 
     found = scan_datasets(datasets, progress)
     report.findings.extend(found.findings)
     stop_on_report_errors(report)
-    learned: list[TrainingExample] = []
-    held: list[TrainingExample] = []
-    for options, examples in zip(datasets, found.examples, strict=True):
-        seed = config.training.seed if options.validation_seed is None else options.validation_seed
-        kept, out = split_validation(examples, options.validation_split, seed)
-        learned += kept
-        held += out
+    learned, held = split_held_out(found, datasets, config.training.seed)
     report.findings.extend(verify_pictures([*learned, *held], progress))
     placed = place_examples(learned, datasets, config.training.train_batch_size)
     report.findings.extend(placed.findings)
