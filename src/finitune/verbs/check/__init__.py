@@ -111,7 +111,7 @@ def check_path(path: Path, request: Request, progress: Progress) -> CheckSection
         find_checker(kind)(path, own, report, progress)
         report.figures.setdefault("kind", kind.value)
         if request.gpu is not None and kind in _KINDS_WITH_FORECAST:
-            report_gpu_forecast(named, request.gpu, report)
+            add_gpu_forecast(report, request.gpu, str(named))
     except OSError as error:
         report.findings.append(Finding.of(make_unreadable_file_error(path, error)))
     except FinituneError as error:
@@ -120,21 +120,6 @@ def check_path(path: Path, request: Request, progress: Progress) -> CheckSection
         else:
             report.findings.append(Finding.of(error))
     return CheckSection(named, kind, report, tuple(own.mendings))
-
-
-def report_gpu_forecast(path: Path, gpu: str, report: Report) -> None:
-    """What this model, or the one that this adapter is for, does on a card in each precision."""
-    figures = report.figures
-    family = next((model for model in MODEL_FAMILIES if model.name == figures.get("family")), None)
-    numbers, over = figures.get("numbers"), figures.get("tensors_beyond_fp16")
-    add_gpu_forecast(
-        report,
-        gpu,
-        str(path),
-        family,
-        numbers if isinstance(numbers, int) else None,
-        over if isinstance(over, int) else 0,
-    )
 
 
 def recheck_section(section: CheckSection, request: Request, progress: Progress) -> CheckSection:

@@ -148,12 +148,9 @@ def find_broken_invariants(family: ModelSpec, settings: Mapping[str, Any], subje
         wrong = [f"{name} {value:g}" for name, value in given.items() if not rule.holds(value)]
         if wrong:
             sentence = rule.sentence or sentences[rule.name]
-            yield make_invariant_warning(subject, rule.name, sentence, ", ".join(wrong), settings)
-
-
-def make_invariant_warning(subject: str, name: str, rule: str, what: str, settings: Mapping[str, Any]) -> Finding:
-    evidence = {"invariant": name, "settings": dict(settings)}
-    return Finding(Level.WARNING, "SETTINGS-BREAK-MODEL", subject, f"it was made with {what}. {rule}", evidence)
+            message = f"it was made with {', '.join(wrong)}. {sentence}"
+            evidence = {"invariant": rule.name, "settings": dict(settings)}
+            yield Finding(Level.WARNING, "SETTINGS-BREAK-MODEL", subject, message, evidence)
 
 
 def find_file_near_picture(name: str, path: Path, request: Request) -> Path | None:

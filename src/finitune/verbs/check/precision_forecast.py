@@ -4,10 +4,9 @@ and who says so. `tell` is a pure function of the model's family and size and of
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from typing import Literal
+from typing import Literal, cast
 
 from finitune.machine.cards import find_gpu_model
 from finitune.machine.hardware import WHEEL_REMEDY_BY_CAPABILITY, Advice, DeviceFacts, advise
@@ -16,6 +15,8 @@ from finitune.models.spec import ModelSpec
 from finitune.report import Finding, Level, Report, Table
 
 ForecastVerdict = Literal["works", "slow", "wrong", "does not fit", "not known", "not offered"]
+Judgement = tuple[ForecastVerdict, str, str]
+"""The verdict, why, and what says so."""
 FORECAST_PRECISIONS = ("fp32", "bf16", "raw-half", "planned-half", "current-half")
 _BYTES_PER_WEIGHT = {"fp32": 4, "bf16": 2, "raw-half": 2, "planned-half": 2, "current-half": 2}
 """Of one weight, as it lies on the card."""
@@ -32,7 +33,6 @@ _GTX16_FAULT = (
     "fp16 convolutions give NaN on this card, and fp16 products of several rows are many times slower than fp32"
 )
 _GTX16_FAULT_SOURCE = "pytorch issues #58123, #77955, #195716"
-_IDLE_CORES_NOTE = "right, but the tensor cores stay idle"
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,7 @@ class GpuForecast:
             "choice": self.choice or None,
             "reasons": list(self.reasons),
             "precisions": {
-                one.precision: {
-                    "verdict": one.verdict,
-                    "why": one.why,
-                    "evidence": one.evidence,
-                    "weight_bytes": one.weight_bytes,
-                }
+                one.precision: {name: value for name, value in asdict(one).items() if name != "precision"}
                 for one in self.lines
             },
         }
@@ -91,95 +86,72 @@ def forecast_gpu(
     tensors whose weights themselves leave fp16's range.
     """
     advice = advise(card)
-    lines = [forecast_precision(precision, family, card, advice, over) for precision in FORECAST_PRECISIONS]
-    lines = [apply_memory_limit(line, numbers, card) for line in lines]
-    return GpuForecast(
-        card,
-        tuple(lines),
-        choose_forecast_precision(lines, advice) if family and family.runtime else "",
-        list_advice_reasons(card, advice),
-    )
+    lines = []
+    for precision in FORECAST_PRECISIONS:
+        line = PrecisionForecast(precision, *judge_precision(precision, family, card, advice, over))
+        lines.append(apply_memory_limit(line, numbers, card))
+    choice = ""
+    if family and family.runtime:  # what is advised, else the first alternative that works, however slowly
+        right = {line.precision for line in lines if line.verdict in ("works", "slow")}
+        choice = next((one for one in (advice.compute, *advice.alternatives) if one in right), "")
+    wheel = ""
+    if card.kind == "cuda" and card.capability and card.capability < (7, 5):
+        wheel = next(text for since, text in WHEEL_REMEDY_BY_CAPABILITY if card.capability >= since)
+    reasons = tuple(text for text in (*advice.reasons, *advice.warnings, wheel) if text)
+    return GpuForecast(card, tuple(lines), choice, reasons)
 
 
-def forecast_precision(
+def judge_precision(
     precision: str, family: ModelSpec | None, card: DeviceFacts, advice: Advice, over: int
-) -> PrecisionForecast:
+) -> Judgement:
     """The verdict on one precision, the size apart."""
+    reason = advice.reasons[0]
     if precision == "fp32":
         if advice.tensor_cores:
-            return PrecisionForecast(
-                precision, "slow", f"{_IDLE_CORES_NOTE}; a half precision is several times faster", advice.reasons[0]
-            )
-        return PrecisionForecast(precision, "works", "right on every card", advice.reasons[0])
-    if precision == "bf16":
-        return forecast_bf16(card, advice)
+            why = "right, but the tensor cores stay idle; a half precision is several times faster"
+            return "slow", why, reason
+        return "works", "right on every card", reason
+    if precision == "bf16":  # native or emulated; never wrong, but coarse
+        if advice.native_bf16:
+            return "works", "native; 8 bits of significand, so coarser than a planned fp16", reason
+        evidence = _BF16_SUPPORT_NOTE if card.kind in ("cuda", "rocm") else reason
+        why = "emulated: right, and slower than fp32 on cards without tensor cores, than fp16 on those with them"
+        return "slow", why, evidence
+    relied_on = "planned-half" in (advice.compute, *advice.alternatives)
+    gtx16 = card.kind == "cuda" and card.capability == (7, 5) and not relied_on  # Turing without tensor cores
     if precision == "raw-half":
-        return forecast_raw_half(family, card, advice, over)
-    return forecast_scaled_half(precision, family, card, advice)
-
-
-def forecast_bf16(card: DeviceFacts, advice: Advice) -> PrecisionForecast:
-    """bf16 is native or emulated; never wrong, but coarse."""
-    if advice.native_bf16:
-        return PrecisionForecast(
-            "bf16", "works", "native; 8 bits of significand, so coarser than a planned fp16", advice.reasons[0]
-        )
-    evidence = _BF16_SUPPORT_NOTE if card.kind in ("cuda", "rocm") else advice.reasons[0]
-    why = "emulated: right, and slower than fp32 on cards without tensor cores, than fp16 on those with them"
-    return PrecisionForecast("bf16", "slow", why, evidence)
-
-
-def forecast_raw_half(family: ModelSpec | None, card: DeviceFacts, advice: Advice, over: int) -> PrecisionForecast:
-    """Plain fp16: the card's own faults first, then the checkpoint's, then the family's."""
-    if is_gtx16(card, advice):
-        return PrecisionForecast("raw-half", "wrong", _GTX16_FAULT, _GTX16_FAULT_SOURCE)
-    if over:
-        return PrecisionForecast(
-            "raw-half", "wrong", f"weights of {over} tensors become infinite when they are cast", "this file"
-        )
-    hazard = family and family.fp16
-    if hazard is None:
-        return PrecisionForecast(
-            "raw-half",
-            "not known",
-            "nothing is known of this model in plain fp16; large ones overflow more often than not",
-        )
-    if hazard.wrong:
-        return PrecisionForecast("raw-half", "wrong", hazard.why, hazard.source)
-    if "planned-half" not in (advice.compute, *advice.alternatives) or not advice.tensor_cores:
-        return PrecisionForecast("raw-half", "slow", f"{hazard.why}; not faster than fp32 here", advice.reasons[0])
-    return PrecisionForecast("raw-half", "works", hazard.why, hazard.source)
-
-
-def forecast_scaled_half(
-    precision: str, family: ModelSpec | None, card: DeviceFacts, advice: Advice
-) -> PrecisionForecast:
-    """fp16 with scales, by a plan or by each call's own measurement."""
+        if gtx16:
+            return "wrong", _GTX16_FAULT, _GTX16_FAULT_SOURCE
+        return judge_raw_half(family, reason, over, fast=relied_on and advice.tensor_cores)
     if family is None or not family.runtime:
         titles = " and ".join(one.title for one in MODEL_FAMILIES if one.runtime)
         why = f"finitune computes pictures and trainings of {titles}; other modules can be planned from a script"
-        return PrecisionForecast(precision, "not offered", why)
-    if is_gtx16(card, advice):
-        return PrecisionForecast(precision, "wrong", _GTX16_FAULT, _GTX16_FAULT_SOURCE)
-    if "planned-half" not in (advice.compute, *advice.alternatives):
-        return PrecisionForecast(
-            precision, "wrong", "fp16 products of this card are not to be relied on", advice.reasons[0]
-        )
-    what = (
-        "scales from the plan" if precision == "planned-half" else "each product measures its own scale, no plan needed"
-    )
+        return "not offered", why, ""
+    if gtx16:
+        return "wrong", _GTX16_FAULT, _GTX16_FAULT_SOURCE
+    if not relied_on:
+        return "wrong", "fp16 products of this card are not to be relied on", reason
+    planned = precision == "planned-half"
+    what = "scales from the plan" if planned else "each product measures its own scale, no plan needed"
     if advice.compute == "planned-half" or advice.native_bf16:
-        slower = "" if precision == "planned-half" else ", a pass more over each input"
-        return PrecisionForecast(precision, "works", f"finite at every magnitude, {what}{slower}", advice.reasons[0])
-    return PrecisionForecast(
-        precision, "slow", f"right, {what}; saves memory, and no time over fp32", advice.reasons[0]
-    )
+        slower = "" if planned else ", a pass more over each input"
+        return "works", f"finite at every magnitude, {what}{slower}", reason
+    return "slow", f"right, {what}; saves memory, and no time over fp32", reason
 
 
-def is_gtx16(card: DeviceFacts, advice: Advice) -> bool:
-    """Whether it is a Turing card that is known to be without tensor cores."""
-    no_half = "planned-half" not in (advice.compute, *advice.alternatives)
-    return card.kind == "cuda" and card.capability == (7, 5) and no_half
+def judge_raw_half(family: ModelSpec | None, reason: str, over: int, *, fast: bool) -> Judgement:
+    """Plain fp16 on a card that has it: the checkpoint's own fault first, then the family's."""
+    if over:
+        return "wrong", f"weights of {over} tensors become infinite when they are cast", "this file"
+    hazard = family and family.fp16
+    if hazard is None:
+        why = "nothing is known of this model in plain fp16; large ones overflow more often than not"
+        return "not known", why, ""
+    if hazard.wrong:
+        return "wrong", hazard.why, hazard.source
+    if not fast:
+        return "slow", f"{hazard.why}; not faster than fp32 here", reason
+    return "works", hazard.why, hazard.source
 
 
 def apply_memory_limit(line: PrecisionForecast, numbers: int | None, card: DeviceFacts) -> PrecisionForecast:
@@ -191,23 +163,8 @@ def apply_memory_limit(line: PrecisionForecast, numbers: int | None, card: Devic
     if limit and size > limit and line.verdict in ("works", "slow"):
         memory = format_gibibytes(card.total_memory_bytes)
         why = f"weights of {format_gibibytes(size)} in {memory} of memory; with room for them: {line.verdict}"
-        return PrecisionForecast(line.precision, "does not fit", why, line.evidence, size)
-    return PrecisionForecast(line.precision, line.verdict, line.why, line.evidence, size)
-
-
-def choose_forecast_precision(lines: Iterable[PrecisionForecast], advice: Advice) -> str:
-    """What finitune would take: what it is advised to, else the first alternative that works, however slowly."""
-    verdicts = {line.precision: line.verdict for line in lines}
-    ranked = [one for one in (advice.compute, *advice.alternatives) if verdicts[one] in ("works", "slow")]
-    return ranked[0] if ranked else ""
-
-
-def list_advice_reasons(card: DeviceFacts, advice: Advice) -> tuple[str, ...]:
-    """The reasons and warnings of the advice, and the wheel that such a card needs."""
-    wheel = ""
-    if card.kind == "cuda" and card.capability and card.capability < (7, 5):
-        wheel = next(text for since, text in WHEEL_REMEDY_BY_CAPABILITY if card.capability >= since)
-    return tuple(text for text in (*advice.reasons, *advice.warnings, wheel) if text)
+        return replace(line, verdict="does not fit", why=why, weight_bytes=size)
+    return replace(line, weight_bytes=size)
 
 
 def build_forecast_findings(story: GpuForecast, subject: str) -> list[Finding]:
@@ -243,18 +200,17 @@ def build_forecast_findings(story: GpuForecast, subject: str) -> list[Finding]:
     return found
 
 
-def add_gpu_forecast(
-    report: Report, gpu: str, subject: str, family: ModelSpec | None, numbers: int | None = None, over: int = 0
-) -> None:
-    """Add the story on the card `gpu` to a report; raises UsageError (GPU-UNKNOWN)."""
-
+def add_gpu_forecast(report: Report, gpu: str, subject: str) -> None:
+    """What the model of a report, or the one of its adapter, does on a card; raises UsageError (GPU-UNKNOWN)."""
+    figures = report.figures
+    family = next((one for one in MODEL_FAMILIES if one.name == figures.get("family")), None)
+    numbers, over = cast("int | None", figures.get("numbers")), cast("int", figures.get("tensors_beyond_fp16", 0))
     card, gib = find_gpu_model(gpu)
     story = forecast_gpu(family, card.facts(version("torch"), gib), numbers, over=over)
     report.findings += build_forecast_findings(story, subject)
-    report.figures["precision"] = story.figures()
+    figures["precision"] = story.figures()
     report.tables.append(story.table())
 
 
 def format_gibibytes(count: int | None) -> str:
-    """A size for a person; "-" where it is not known."""
     return "-" if count is None else f"{count / 2**30:.2f} GiB"
