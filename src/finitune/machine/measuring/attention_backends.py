@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from finitune.machine.measuring.operations import compute_with_gradients
 from finitune.machine.measuring.trial import (
@@ -59,8 +60,6 @@ SDPA_BACKENDS = (
 
 def list_sdpa_backends(device: torch.device) -> list[AttentionBackend]:
     """torch's own, each alone, and what `scaled_dot_product_attention` chooses by itself."""
-    from torch.nn.attention import SDPBackend
-
     chosen = [AttentionBackend(DEFAULT_SDPA_NAME, F.scaled_dot_product_attention)]
     return chosen + [
         AttentionBackend(name, functools.partial(_sdpa, getattr(SDPBackend, member)), masks or device.type == "cpu")
@@ -127,8 +126,6 @@ def _heads_inside(function: Callable[..., Any]) -> AttentionCallable:
 
 
 def _sdpa(member: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    from torch.nn.attention import sdpa_kernel
-
     with sdpa_kernel(member):
         return F.scaled_dot_product_attention(q, k, v, mask)
 

@@ -68,7 +68,7 @@ def tell_wrong_result(row: OperationResult) -> Finding:
     message = f"{what} is {off} at {shape}, against fp64{more}: no exception is raised, the numbers are wrong"
     names = {"op": row.op, "variant": row.variant, "dtype": row.dtype, "shape": shape, "error": first.error}
     evidence = {**names, "wrong_shapes": [format_operation_shape(one.shape) for one in row.wrong]}
-    avoid = f"Until then do not use {row.variant.partition(', head')[0]}."
+    avoid = f"Until then do not use {row.backend or row.variant}."
     instead = REMEDY_BY_DTYPE[row.dtype] if row.op in CORE_OPS else avoid
     remedy = f"Update the driver, then torch, and measure again. {instead}"
     return Finding(Level.ERROR, "DEVICE-WRONG-RESULTS", what, message, evidence, remedy)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -30,13 +30,12 @@ from finitune.machine.measuring.attention_backends import (
 from finitune.machine.measuring.findings import judge_operation_results
 from finitune.machine.measuring.operations import (
     CONVOLUTION_OP,
+    FP16_SWITCHES,
     FP32_ONLY_OPS,
     PRODUCT_OP,
     SCALED_HALF_OP,
     find_missing_operations,
     hold_fp16_switch,
-    list_fp16_switches,
-    make_inexact_product,
     measure_copies,
 )
 from finitune.machine.measuring.trial import (
@@ -92,7 +91,7 @@ class Measurements:
         cannot be had in any dtype is left out, and so are copies: `figures` names both."""
         lines: dict[tuple[str, str], dict[str, str]] = {}
         for row in self.rows:
-            if row.op != "copy" and (row.variant.partition(",")[0] not in self.absent() or row.right):
+            if row.op != "copy" and (row.backend not in self.absent() or row.right):
                 lines.setdefault((row.op, row.variant), {})[row.dtype] = _cell(row)
         rows = ((*names, *(cells.get(dtype, "") for dtype in MEASURED_DTYPES)) for names, cells in lines.items())
         return Table(self.title, ("operation", "how", *MEASURED_DTYPES), tuple(rows))
@@ -102,7 +101,7 @@ class Measurements:
         said: dict[str, list[OperationResult]] = {}
         for row in self.rows:
             if row.op == ATTENTION_OP:
-                said.setdefault(row.variant.partition(",")[0], []).append(row)
+                said.setdefault(row.backend, []).append(row)
         return {name: rows[-1].failure for name, rows in said.items() if all(row.failure for row in rows)}
 
     def figures(self) -> dict[str, object]:
@@ -127,9 +126,8 @@ class Measurements:
         spent: dict[str, float] = {}
         for row in self.rows:
             if row.op == ATTENTION_GRADIENTS_OP and row.dtype == dtype:
-                name = row.variant.partition(", head")[0]
                 seconds = 1 / row.rate if row.right and row.rate else float("inf")
-                spent[name] = spent.get(name, 0.0) + seconds
+                spent[row.backend] = spent.get(row.backend, 0.0) + seconds
         name = min(spent, key=spent.__getitem__, default=None)
         return name if name is not None and spent[name] < float("inf") else None
 
@@ -187,9 +185,13 @@ def _rows(
     for operation in operations:
         for dtype in MEASURED_DTYPES:
             yield tried(operation, dtype, 0.3)
-    for variant, name in list_fp16_switches(device):
-        with hold_fp16_switch(name):
-            yield tried(make_inexact_product(variant), "fp16", 0.15)
+    switches = FP16_SWITCHES if device.type == "cuda" else ()
+    for variant, name in switches:
+        if hasattr(torch.backends.cuda.matmul, name):
+            # Long sums, and an error that is told, not judged.
+            inexact = replace(PRODUCT_OP, variant=variant, shapes=((64, 4096, 64),), slack=1e3)
+            with hold_fp16_switch(name):
+                yield tried(inexact, "fp16", 0.15)
     yield tried(SCALED_HALF_OP, "fp16", 0.3)
     for backend in backends:
         if backend.attend is not None:
@@ -210,12 +212,12 @@ def _attention(
         for size in HEAD_SIZES:
             ladder = tuple((heads, tokens, tokens, size) for heads, tokens in ATTENTION_LADDER)
             shapes = tuple((heads, queries, keys, size) for heads, queries, keys in ODD_ATTENTION_SHAPES)
-            how = f"{name}, head {size}", ladder, shapes
-            row = tried(make_forward_operation(attend, *how), dtype, 0.05)
+            how = {"backend": name, "variant": f"{name}, head {size}"}
+            row = tried(replace(make_forward_operation(attend, name, ladder, shapes), **how), dtype, 0.05)
             yield row
             if row.failure:
                 break
-            yield tried(make_gradient_operation(attend, *how), dtype, 0.05)
+            yield tried(replace(make_gradient_operation(attend, name, ladder, shapes), **how), dtype, 0.05)
 
 
 def _tried(

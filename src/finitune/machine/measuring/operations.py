@@ -68,10 +68,6 @@ def compute_with_gradients(operation: Callable[..., Tensor], *operands: Tensor) 
     return out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))
 
 
-def _scaled(x: Tensor, weight: Tensor) -> Tensor:
-    return half_linear(x, weight, exponent=None)
-
-
 def _squares(*sides: int) -> tuple[OperationShape, ...]:
     return tuple((side, side, side) for side in sides)
 
@@ -100,7 +96,7 @@ CONVOLUTION_OP = Operation(
 
 SCALED_HALF_OP = Operation(
     "scaled half product",
-    functools.partial(compute_with_gradients, _scaled),
+    functools.partial(compute_with_gradients, functools.partial(half_linear, exponent=None)),
     functools.partial(compute_with_gradients, F.linear),
     _large_matrices,
     shapes=((2, 64, 33), (33, 257, 130), (64, 512, 96)),
@@ -114,19 +110,13 @@ FP16_SWITCHES = (
     ("accumulating in fp16", "allow_fp16_accumulation"),
     ("partial sums in fp16", "allow_fp16_reduced_precision_reduction"),
 )
-"""How fp16 products may be made less exact on CUDA, and the switch of `torch.backends.cuda.matmul` that does it."""
-
-
-def list_fp16_switches(device: torch.device) -> list[tuple[str, str]]:
-    """Those of SWITCHES that this device and this torch have."""
-    if device.type != "cuda":
-        return []
-    return [(variant, name) for variant, name in FP16_SWITCHES if hasattr(torch.backends.cuda.matmul, name)]
+"""How fp16 products may be made less exact on CUDA, and the switch of `torch.backends.cuda.matmul` that does it,
+where torch has it."""
 
 
 @contextmanager
 def hold_fp16_switch(name: str) -> Generator[None]:
-    """While open, of SWITCHES the one of this name is on, and the others are off."""
+    """While open, of FP16_SWITCHES the one of this name is on, and the others are off."""
     place = torch.backends.cuda.matmul
     before = {switch: getattr(place, switch) for _, switch in FP16_SWITCHES if hasattr(place, switch)}
     try:
@@ -136,11 +126,6 @@ def hold_fp16_switch(name: str) -> Generator[None]:
     finally:
         for switch, value in before.items():
             setattr(place, switch, value)
-
-
-def make_inexact_product(variant: str) -> Operation:
-    """The product under one of the SWITCHES: long sums, and an error that is told, not judged."""
-    return replace(PRODUCT_OP, variant=variant, shapes=((64, 4096, 64),), slack=1e3)
 
 
 def measure_copies(device: torch.device, budget_s: float, size: int) -> list[OperationResult]:
@@ -216,7 +201,7 @@ FP32_ONLY_OPS: dict[str, Callable[[torch.device, torch.dtype], object]] = {
 
 
 def find_missing_operations(device: torch.device, dtype: str) -> dict[str, str]:
-    """Of NEEDED and SPARED the operations that raise here in `dtype`, with what they say: tried, since coverage
+    """Of NEEDED_OPS and FP32_ONLY_OPS those that raise here in `dtype`, with what they say: tried, since coverage
     varies by version (pytorch #52291)."""
     lacking = {}
     for name, attempt in {**NEEDED_OPS, **FP32_ONLY_OPS}.items():

@@ -47,7 +47,8 @@ class Operation:
     ladder: tuple[OperationShape, ...]
     work: Callable[[OperationShape], float]
     variant: str = ""
-    slack: float = 1.0  # times ALLOWED: results that pass through several roundings
+    slack: float = 1.0  # times MAX_OPERATION_ERROR: results that pass through several roundings
+    backend: str = ""  # of an attention
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class OperationResult:
     error: float | None = None
     wrong: tuple[WrongResult, ...] = ()
     failure: str = ""
+    backend: str = ""
 
     @property
     def right(self) -> bool:
@@ -105,6 +107,7 @@ def make_normal_tensor(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) 
 
 def check_operation(operation: Operation, dtype: str, device: torch.device) -> OperationResult:
     """Compare with fp64 at each of the operation's shapes; an exception ends in the row, with the shape it came at."""
+    row = OperationResult(operation.name, operation.variant, dtype, backend=operation.backend)
     worst, wrong, shape = 0.0, [], ()
     allowed = MAX_OPERATION_ERROR[dtype] * operation.slack
     try:
@@ -118,8 +121,8 @@ def check_operation(operation: Operation, dtype: str, device: torch.device) -> O
                 wrong.append(WrongResult(shape, error))
             worst = error if error != error else max(worst, error)
     except Exception as error:
-        return OperationResult(operation.name, operation.variant, dtype, failure=describe_operation_error(error))
-    return OperationResult(operation.name, operation.variant, dtype, error=worst, wrong=tuple(wrong))
+        return replace(row, failure=describe_operation_error(error))
+    return replace(row, error=worst, wrong=tuple(wrong))
 
 
 def time_operation(

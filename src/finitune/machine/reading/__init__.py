@@ -10,11 +10,14 @@ import os
 import platform
 import re
 import shutil
+import site
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 from finitune.machine.environment import Disk, Environment, Limits, Machine, MachineMemory, Python, Toolkit
 from finitune.machine.reading import packages, pytorch
@@ -69,8 +72,6 @@ def read_environment() -> Environment:
 
 def read_python() -> Python:
     """The interpreter that runs this."""
-    import site
-
     conda = (Path(sys.prefix) / "conda-meta").is_dir()
     kind = "conda" if conda else "venv" if sys.prefix != sys.base_prefix else ""
     bits = 64 if sys.maxsize > 2**32 else 32
@@ -122,8 +123,6 @@ def read_container() -> str:
 
 def read_memory() -> MachineMemory:
     """Memory of the machine and of the control group."""
-    import psutil
-
     ram, swap = psutil.virtual_memory(), psutil.swap_memory()
     limit, used = read_cgroup_memory()
     available = ram.available if limit is None else min(ram.available, max(limit - used, 0))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import site
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +23,7 @@ REPORTED_PACKAGES = (
 
 
 def read_packages() -> tuple[Package, ...]:
-    """Those of TOLD that are installed, in that order."""
+    """Those of REPORTED_PACKAGES that are installed, in that order."""
     return tuple(package for name in REPORTED_PACKAGES if (package := read_package(name)))
 
 
@@ -35,7 +37,11 @@ def read_package(name: str) -> Package | None:
     first = next(iter(copies.values()))
     try:
         version = str(first.version or "")
-        requires = tuple(requirement for requirement in first.requires or () if is_reported_package(requirement))
+        requires = tuple(
+            text
+            for text in first.requires or ()
+            if "extra ==" not in text and parse_package_name(text) in REPORTED_PACKAGES
+        )
     except Exception:  # damaged metadata raises what it likes, KeyError, TypeError and UnicodeError among it
         version, requires = "", ()
     built = read_xformers_build(first) if name == "xformers" else {}
@@ -50,10 +56,9 @@ def read_package(name: str) -> Package | None:
     )
 
 
-def is_reported_package(requirement: str) -> bool:
-    """Whether a requirement is of a package of TOLD, and not of an extra."""
+def parse_package_name(requirement: str) -> str:
     name = re.match(r"[\w.-]+", requirement)
-    return bool(name) and name[0].lower().replace("_", "-") in REPORTED_PACKAGES and "extra ==" not in requirement
+    return name[0].lower().replace("_", "-") if name else ""
 
 
 def read_xformers_build(package: metadata.Distribution) -> dict[str, object]:
@@ -79,9 +84,6 @@ def format_cuda_version(cuda: object) -> str:
 
 def find_package_home(folder: Path) -> str:
     """Whose a folder of packages is: this environment's, the user's, or that of a path set from outside."""
-    import os
-    import site
-
     user = site.getusersitepackages() if site.ENABLE_USER_SITE is not None else ""
     if user and folder == Path(user).resolve():
         return "user"

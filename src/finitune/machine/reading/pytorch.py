@@ -86,7 +86,9 @@ def read_driver() -> Driver:
     ).splitlines()
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
     rows = [row for row in rows if len(row) == len(NVIDIA_SMI_FIELDS)]
-    version = rows[0][2] if rows else read_kernel_driver()
+    module = Path("/proc/driver/nvidia/version")  # the kernel's, where nvidia-smi is not on the path (containers)
+    found = re.search(r"Kernel Module[^\d]*(\d+\.[\d.]+)", module.read_text()) if module.exists() else None
+    version = rows[0][2] if rows else found[1] if found else ""
     return Driver(version, tuple(parse_nvidia_smi_row(row) for row in rows), read_pci_vendors())
 
 
@@ -102,13 +104,6 @@ def parse_nvidia_smi_row(row: list[str]) -> DriverCard:
 def parse_mib(text: str) -> int:
     """Bytes, of a number of MiB; 0 for what is none."""
     return int(text) << 20 if text.isdigit() else 0
-
-
-def read_kernel_driver() -> str:
-    """The version of the loaded kernel module, where nvidia-smi is not on the path (containers)."""
-    path = Path("/proc/driver/nvidia/version")
-    found = re.search(r"Kernel Module[^\d]*(\d+\.[\d.]+)", path.read_text()) if path.exists() else None
-    return found[1] if found else ""
 
 
 def read_pci_vendors(root: Path = Path("/sys/bus/pci/devices")) -> tuple[str, ...]:
