@@ -229,6 +229,18 @@ def test_onetrainer_meanings():
 
 
 @pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("LOKR", ("lokr", 4, 8)), ("LORA", ("lora", 16, None)), ("OFT_2", ("oft", 32, None))],
+)
+def test_onetrainer_options_of_one_kind_of_adapter(kind: str, expected: tuple[object, ...]):
+    own = {"peft_type": kind, "lora_rank": 16, "lokr_dim": 4, "lokr_decompose_factor": 8, "oft_block_size": 32}
+    account = imported("OneTrainer", **own)
+    assert tuple(option(account, f"network.{key}") for key in ("algorithm", "network_dim", "factor")) == expected
+    idle = line(account, "lokr_dim" if kind != "LOKR" else "oft_block_size")
+    assert idle.fate is KeyStatus.NO_EFFECT and idle.note == ("for LOKR" if kind != "LOKR" else "for OFT_2")
+
+
+@pytest.mark.parametrize(
     ("options", "expected"),
     [
         ({"timestep_distribution": "UNIFORM", "timestep_shift": 1.0}, {"timestep_sampling": "uniform"}),

@@ -94,6 +94,7 @@ def test_every_function_fact_and_table_of_answers_is_used(name: str):
         ("keys//stairs", {"to": "a.b"}, "twice"),
         ("keys/net/kind", {"to": "a.b", "choices": "kind"}, "kind"),
         ("keys/net/kind", {"to": "a.b", "on": {"valeu": 1}}, "valeu"),
+        ("keys/net/kind", {"to": "a.b", "if": {"kind": "one"}}, "list"),
         ("keys/net/a", {"to": "a.b"}, "twice"),
         ("keys/net/size", {"option_of": "network"}, "size"),
         ("inherits/third", "nett", "nett"),

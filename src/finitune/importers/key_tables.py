@@ -240,7 +240,11 @@ class RowReader:
     def build_guard(self, condition: Any, wanted: bool, otherwise: Any) -> Callable[[Any, Any], ConvertedValue | None]:
         """The answer where the keys beside are not as they must be."""
         answer = mark_no_effect(otherwise) if isinstance(otherwise, str) else parse_answer(otherwise)
-        expected = {} if isinstance(condition, str) else {key: [*map(str.lower, v)] for key, v in condition.items()}
+        expected: dict[str, list[str]] = {}
+        for key, values in () if isinstance(condition, str) else condition.items():
+            if not isinstance(values, list):
+                raise ValueError(f"the values of {key} are no list")
+            expected[key] = [value.lower() for value in values]
 
         def check(value: Any, beside: Mapping[str, Any]) -> ConvertedValue | None:
             if isinstance(condition, str):
