@@ -99,8 +99,8 @@ def test_real_files_are_refused_in_words_or_every_key_is_accounted_for(path: Pat
         assert error.code == "CONFIG-UNRECOGNISED" and not recognise_config_kind(document)
         return
     # A list of backends stands in a file of its own: the account calls its elements by the key that names the file.
-    told = {line.key.removeprefix("data_backend_config") for line in imported.lines}
-    leaves = [format_key_path(where) for where, _, _ in iterate_config_leaves(document)]
+    told = {key for line in imported.lines for key in (line.key, line.key.removeprefix("data_backend_config")) if key}
+    leaves = [format_key_path(where) for where, value, _ in iterate_config_leaves(document) if value != {}]
     assert leaves and not [
         leaf for leaf in leaves if not any(leaf == key or leaf.startswith((f"{key}.", f"{key}[")) for key in told)
     ]

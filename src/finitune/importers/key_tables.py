@@ -189,12 +189,12 @@ def parse_program(document: Mapping[str, Any], converters: Iterable[Callable[...
 
 def iterate_entries(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Each key with its group and its row."""
-    for group, rows in document["keys"].items():
-        for names, entry in rows.items():
-            yield from ((group, name, entry) for name in names.split())
     for alike in document.get("alike", ()):
         entry = {name: value for name, value in alike.items() if name not in ("in", "keys")}
         yield from ((alike.get("in", ""), name, entry) for name in alike["keys"].split())
+    for group, rows in document["keys"].items():
+        for names, entry in rows.items():
+            yield from ((group, name, entry) for name in names.split())
 
 
 @dataclass(frozen=True)

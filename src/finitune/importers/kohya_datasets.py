@@ -44,7 +44,7 @@ def read_kohya_keys() -> KeyTable:
     """Every key of a training: those of `kohya.toml`, and the options of datasets, which count for all of them."""
     table = read_kohya_table()
     names = DatasetOptions.model_fields.keys() - {*table.facts["options_without_flag"]}
-    return {**build_option_rows("general", DatasetOptions, names), **table.keys}
+    return {**table.keys, **build_option_rows("general", DatasetOptions, names - table.keys.keys())}
 
 
 @cache
