@@ -89,10 +89,10 @@ def damage_bit(path: Path) -> None:
 def rewrite(path: Path, entry: dict[str, Tensor]) -> None:
     """The same metadata, with the right checksum, over other numbers."""
     other = EncoderCache(path.parent.parent, "latents", IDENTITY)
-    from finitune.files.tensorfile import TensorFile, compute_tensor_fingerprint, hash_tensor
+    from finitune.files.tensorfile import TensorFile, compute_tensor_digest, hash_tensor
 
     metadata = TensorFile(other.path_of(CAT)).metadata
-    checksum = compute_tensor_fingerprint({name: hash_tensor(tensor) for name, tensor in entry.items()})
+    checksum = compute_tensor_digest({name: hash_tensor(tensor) for name, tensor in entry.items()})
     save_tensors(path, entry, {**metadata, "checksum": checksum})
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from finitune.files.tensorfile import TensorFile, compute_tensor_fingerprint, hash_tensor
+from finitune.files.tensorfile import TensorFile, compute_tensor_digest, hash_tensor
 from finitune.models.pico import get_pico_folder
 from tests.train_asked import (
     READ,
@@ -58,7 +58,7 @@ def rewrite(path: Path, change: Callable[[Entry], Entry], stated: str = "truly")
     """An entry with other tensors; what it states of them is true, of the old ones, or not there."""
     file = TensorFile(path)
     tensors = change(dict(file.tensors()))
-    checksum = compute_tensor_fingerprint({name: hash_tensor(tensor) for name, tensor in tensors.items()})
+    checksum = compute_tensor_digest({name: hash_tensor(tensor) for name, tensor in tensors.items()})
     truth = {**file.metadata, "checksum": checksum}
     save_file(tensors, path, {"truly": truth, "falsely": file.metadata}.get(stated))
 

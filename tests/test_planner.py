@@ -244,6 +244,70 @@ def test_what_refuses_mixed_dtypes_becomes_an_island():
     assert certificate.finite and certificate.exact_rel_l2 == 0.0 and certificate.droppable_lines == 0
 
 
+class SameDtype(torch.autograd.Function):
+    """An operation as extensions have them: it speaks of nothing that a reader could look for."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        if a.dtype != b.dtype:
+            raise RuntimeError("operands are not alike")
+        return a * b
+
+
+REFUSING = {
+    "bmm": torch.bmm,
+    "einsum": lambda a, b: torch.einsum("bij,bjk->bik", a, b),
+    "baddbmm": lambda a, b: torch.baddbmm(b, a, b),
+    "conv": lambda a, b: torch.nn.functional.conv1d(a, b[..., :1]),
+    "extension": SameDtype.apply,
+}
+
+
+class Meeting(nn.Module):
+    def __init__(self, operation):
+        super().__init__()
+        self.operation = operation
+
+    def forward(self, a, b):
+        return self.operation(a, b)
+
+
+class LoudAndQuiet(nn.Module):
+    """A result beyond fp16 meets one within it, in a module or in the model's own forward."""
+
+    def __init__(self, operation, *, inside: bool):
+        super().__init__()
+        self.loud, self.quiet, self.last = (nn.Linear(8, 8, bias=False) for _ in range(3))
+        self.loud.weight.data.copy_(1e6 * torch.eye(8))
+        self.meeting = Meeting(operation) if inside else None
+        self.operation = operation
+
+    def forward(self, x):
+        meet = self.meeting or self.operation
+        return self.last(meet(self.loud(x), self.quiet(x)) * 1e-7)
+
+
+@pytest.mark.parametrize("operation", REFUSING)
+def test_an_operation_that_refuses_mixed_dtypes_makes_an_fp32_block_whatever_it_says(operation):
+    torch.manual_seed(0)
+    calls = [RecordedCall((torch.randn(8, 8, 8),), {})]
+    model = LoudAndQuiet(REFUSING[operation], inside=True)
+    plan = plan_component(model, calls, 2, "fp32")
+    assert plan.islands == ("meeting",)
+    assert prove_component_plan(model, plan, calls, 2).finite
+
+
+def test_a_model_whose_own_forward_refuses_is_told_so():
+    torch.manual_seed(0)
+    calls = [RecordedCall((torch.randn(8, 8, 8),), {})]
+    with pytest.raises(NumericsError) as caught:
+        plan_component(LoudAndQuiet(SameDtype.apply, inside=False), calls, 2, "fp32")
+    assert caught.value.code == "PLAN-NOT-FOUND" and caught.value.remedy
+    broken = LoudAndQuiet(lambda a, b: a @ b[:1, :3], inside=True)
+    with pytest.raises(RuntimeError):  # no question of precision: fp32 alone stops, too
+        plan_component(broken, calls, 2, "fp32")
+
+
 @pytest.mark.parametrize("stored, held", [("bfloat16", "float16"), ("float32", "float16"), ("float32", "bfloat16")])
 def test_weights_come_back_bit_for_bit_from_any_dtype(stored, held):
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(getattr(torch, stored))

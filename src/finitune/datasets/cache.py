@@ -22,7 +22,7 @@ from torch import Tensor
 
 from finitune.errors import FileError, NumericsError
 from finitune.files.sniff import make_unreadable_file_error
-from finitune.files.tensorfile import TensorFile, compute_tensor_fingerprint, count_nonfinite, hash_tensor
+from finitune.files.tensorfile import TensorFile, compute_tensor_digest, count_nonfinite, hash_tensor
 from finitune.files.writer import is_abandoned_file, save_tensors
 from finitune.models.loaded import FamilyEncoders
 from finitune.report import Finding, Level
@@ -134,9 +134,7 @@ class EncoderCache:
         file = TensorFile(path)
         read = {name: file.read_hashed(name) for name in file}
         tensors = {name: tensor for name, (tensor, _) in read.items()}
-        if file.metadata.get("checksum") != compute_tensor_fingerprint(
-            {name: digest for name, (_, digest) in read.items()}
-        ):
+        if file.metadata.get("checksum") != compute_tensor_digest({name: digest for name, (_, digest) in read.items()}):
             return tensors, "its content is not what was written"
         if read_cache_identity(file) != self.identity or file.metadata.get("source") != source.digest:
             return tensors, "it is of another source, under this one's name"
@@ -149,7 +147,7 @@ class EncoderCache:
             "subject": source.subject,
             "source": source.digest,
             "identity": json.dumps(self.identity, sort_keys=True),
-            "checksum": compute_tensor_fingerprint({name: hash_tensor(tensor) for name, tensor in tensors.items()}),
+            "checksum": compute_tensor_digest({name: hash_tensor(tensor) for name, tensor in tensors.items()}),
         }
         path = self.path_of(source)
         save_tensors(path, tensors, metadata)

@@ -125,7 +125,7 @@ class TensorFile:
 
     def fingerprint(self) -> str:
         """A SHA-256 of all tensors, the same whatever the metadata, the order of keys and the sharding."""
-        return compute_tensor_fingerprint({name: self.read_hashed(name)[1] for name in self.entries})
+        return compute_tensor_digest({name: self.read_hashed(name)[1] for name in self.entries})
 
     def nonfinite(self) -> dict[str, NonfiniteElements]:
         """The tensors that hold NaN or inf, with their counts; reads one tensor at a time."""
@@ -159,7 +159,7 @@ def get_tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview(content)
 
 
-def compute_tensor_fingerprint(hashes: Mapping[str, str]) -> str:
+def compute_tensor_digest(hashes: Mapping[str, str]) -> str:
     """A SHA-256 over named tensor hashes, independent of their order."""
     digest = hashlib.sha256()
     for name in sorted(hashes):

@@ -39,7 +39,7 @@ _ROLES_BY_COMPONENT = {
 }
 """kohya's names of the components of a model that no table knows."""
 
-_FINGERPRINT_TENSOR_BYTES = 4096
+_SAMPLED_TENSOR_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class MergeBase:
     def shape(self, key: BaseTensorKey) -> Shape:
         return self.files[key.file].entries[key.name].shape
 
-    def fingerprint(self) -> str:
+    def compute_sampled_digest(self) -> str:
         """A SHA-256 of all headers and of the first 4 KiB of each tensor: enough to know the file again, at no cost."""
         digest = hashlib.sha256()
         for component, file in sorted(self.files.items()):
@@ -102,7 +102,7 @@ class MergeBase:
                 digest.update(f"{component}\0{name}\0{entry.dtype}{list(entry.shape)}".encode())
                 with entry.path.open("rb", buffering=0) as stream:
                     stream.seek(entry.begin)
-                    digest.update(stream.read(min(_FINGERPRINT_TENSOR_BYTES, entry.size_bytes)))
+                    digest.update(stream.read(min(_SAMPLED_TENSOR_BYTES, entry.size_bytes)))
         return digest.hexdigest()
 
     def sources(self) -> list[Path]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from finitune.errors import NumericsError
 from finitune.numerics import simulate
 from finitune.numerics.formats import FP16, exponent_for
-from finitune.precision.apply import apply_plan, choose_weight_exponent
+from finitune.precision.apply import apply_plan, choose_weight_exponent, hold_parameters_in
 from finitune.precision.dataflow import find_upstream_product, find_value_reader
 from finitune.precision.plan import ComponentPlan, PlanLine
 from finitune.precision.sites import find_leaf_norms, find_product_sites
@@ -77,19 +77,29 @@ def record_operations(
         for call in calls:
             try:
                 call.run(module)
-            except RuntimeError as error:
-                if "type" not in str(error) or not recorder.failed_at:
-                    raise
-                raise MixedDtypesError(recorder.failed_at, str(error).splitlines()[0]) from error
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, TypeError) as error:
+                raise MixedDtypesError(recorder.failed_at, error) from error
     return recorder
 
 
-class MixedDtypesError(RuntimeError):
-    """An operation inside the module `site` does not take operands of different dtypes."""
+class MixedDtypesError(NumericsError):
+    """An operation inside the module `site` ('' is the root) stopped in a run whose tensors have several dtypes.
 
-    def __init__(self, site: str, message: str):
-        super().__init__(message)
-        self.site = site
+    What such errors say differs from one operation to the next, and an extension may say anything. So nothing is read
+    from the text: whether the dtypes are the cause is seen by running the same call in fp32 alone.
+    """
+
+    def __init__(self, site: str, error: Exception):
+        self.site, self.why = site, (str(error).splitlines() or [type(error).__name__])[0]
+        super().__init__(
+            f"{site or 'the model itself'} refuses mixed dtypes: {self.why}",
+            code="PLAN-NOT-FOUND",
+            subject=site,
+            evidence={"error": type(error).__name__},
+            remedy="Run with --precision current-half, which needs no plan, and report this model.",
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,8 @@ def plan_component(
     """The smallest plan that keeps `headroom_bits` over the ranges of `calls`.
 
     `root` is the component as loaded (fp32 or bf16); it is left as it was. Raises NumericsError where the model is
-    non-finite without any half in it: precision is not the cause then.
+    non-finite without any half in it (precision is not the cause then), and where its own operations refuse mixed
+    dtypes outside of any module that could be an fp32 block.
     """
     plan = ComponentPlan(border=border)
     for some in (
@@ -128,7 +139,7 @@ def _cured(
         try:
             tape, plan = measure_plan_ranges(root, plan, calls)
         except MixedDtypesError as refused:
-            plan = plan.with_line(_island(refused.site, f"it refuses mixed dtypes: {refused}"))
+            plan = _widen_refusing_module(root, plan, refused, calls)
             continue
         lines = find_next_plan_lines(root, plan, tape, headroom_bits)
         if not lines:
@@ -142,6 +153,23 @@ def _cured(
         evidence={"lines": len(plan.lines)},
         remedy="Run with --precision current-half, which needs no plan, and report this model.",
     )
+
+
+def _widen_refusing_module(
+    root: nn.Module, plan: ComponentPlan, refused: MixedDtypesError, calls: Sequence[RecordedCall]
+) -> ComponentPlan:
+    """The plan with the module that refuses as an fp32 block, or the next around it that is none yet.
+
+    Raises what the call raises in fp32 alone, and `refused` where only the whole model is left.
+    """
+    with hold_parameters_in(root, torch.float32), torch.no_grad():
+        calls[0].run(root)
+    site = refused.site
+    while site and plan.in_island(site):
+        site = site.rpartition(".")[0]
+    if not site:
+        raise refused
+    return plan.with_line(_island(site, f"it refuses mixed dtypes: {refused.why}"))
 
 
 def measure_plan_ranges(

@@ -99,7 +99,7 @@ def extract_adapter_file(request: Request, wish: ExtractionOptions, report: Repo
             remedy="The findings name what differs. --full keeps embeddings as whole differences.",
         )
     report.tables.append(build_site_table(done.rows, "extracted"))
-    sources = [(model.path.name, model.fingerprint()) for model in models]
+    sources = [(model.path.name, model.compute_sampled_digest()) for model in models]
     form = OutputFormat(request.to, resolve_dtype_option(request.dtype))
     put_adapter(target, adapter, family, form, build_site_receipt("extract", done.rows, sources), report)
 

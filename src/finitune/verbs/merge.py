@@ -132,7 +132,7 @@ def merge_into_model(request: Request, report: Report, progress: Progress) -> No
     plan = make_checked_merge_plan(base, sources, request, report)
     plan, known = estimate_merge_survival(plan, request, manner, report)
     report.tables.extend(build_merge_plan_tables(plan, base, sources))
-    receipts = [(base.path.name, base.fingerprint())]
+    receipts = [(base.path.name, base.compute_sampled_digest())]
     receipts += [(f"{one.path.name}:{one.strength:g}", TensorFile(one.file).fingerprint()) for one in named]
     metadata = {RECEIPT_METADATA_KEY: Receipt("merge", tuple(receipts), "one rounding").text()}
     files = plan_output_files(base, plan, request.out, request.shard_size, metadata)

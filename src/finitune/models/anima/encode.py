@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finitune.files.tensorfile import compute_tensor_fingerprint, hash_tensor
+from finitune.files.tensorfile import compute_tensor_digest, hash_tensor
 
 if TYPE_CHECKING:  # it makes these
     from finitune.models.anima.load import AnimaParts
@@ -150,4 +150,4 @@ def pad_with_zeros(tensor: Tensor, length: int) -> Tensor:
 
 def compute_module_digest(module: nn.Module) -> str:
     """The digest of a module's tensors as they are in memory."""
-    return compute_tensor_fingerprint({name: hash_tensor(tensor) for name, tensor in module.state_dict().items()})
+    return compute_tensor_digest({name: hash_tensor(tensor) for name, tensor in module.state_dict().items()})

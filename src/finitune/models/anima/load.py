@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen3Model
 
 from finitune.errors import ModelError, UsageError
-from finitune.files.tensorfile import TensorFile, compute_tensor_fingerprint, hash_tensor
+from finitune.files.tensorfile import TensorFile, compute_tensor_digest, hash_tensor
 from finitune.models.anima import ANIMA
 from finitune.models.anima.attention import apply_attention_function
 from finitune.models.anima.components import (
@@ -275,7 +275,7 @@ def assemble_anima_parts(
         **modules,
         **tokenizers,
         scheduler=FlowMatchEulerDiscreteScheduler(**settings),
-        fingerprint=compute_tensor_fingerprint(hashes),
+        fingerprint=compute_tensor_digest(hashes),
         notes=notes,
     )
 
@@ -336,7 +336,7 @@ def extract_pipeline_parts(pipe: AnimaModularPipeline) -> AnimaParts:
         )
     named = ((m, name, tensor) for m in ANIMA_MODULES for name, tensor in components[m].state_dict().items())
     hashes = {f"{module}.{name}": hash_tensor(tensor) for module, name, tensor in named}
-    return AnimaParts(**components, fingerprint=compute_tensor_fingerprint(hashes))
+    return AnimaParts(**components, fingerprint=compute_tensor_digest(hashes))
 
 
 def silence_progress_bars(block: Any) -> None:
