@@ -26,6 +26,7 @@ OWNERS = {
 }
 """The names of each kind, and where they may stand together. An algorithm knows how spellings write it."""
 HOMONYMS = {
+    "importers/recognise.py": {"kohya", "onetrainer"},  # names of programs
     "config/lycoris.py": {"full", "ia3"},  # names of LyCORIS's presets
     "machine/reading/packages.py": {"diffusers", "peft"},  # names of Python packages
 }

@@ -22,7 +22,7 @@ from finitune.files.writer import save_tensors
 from finitune.models import MODEL_FAMILIES
 from finitune.namings.loaders import predict_all_loaders
 from finitune.namings.read import read_adapter
-from finitune.namings.write import write_adapter
+from finitune.namings.write import require_spellable, write_adapter
 
 ANIMA = next(one for one in MODEL_FAMILIES if one.name == "anima")
 SHAPES = {"transformer_blocks.0.attn1.to_q": (12, 8), "transformer_blocks.0.ff.net.2": (8, 20)}
@@ -147,6 +147,9 @@ def test_spellings_without_a_place_for_shared_tensors_refuse_it():
         with pytest.raises(AdapterError) as caught:
             write_adapter(made(), ANIMA, spelling)
         assert caught.value.code == "WRITE-CANNOT-SAY"
+        with pytest.raises(AdapterError):
+            require_spellable(made().sites, spelling)
+    require_spellable(made().sites, "peft")
     with pytest.raises(AdapterError) as caught:
         write_adapter(made(projection_a=torch.ones(3, 20)), ANIMA, "peft")
     assert caught.value.code == "WRITE-SHARED"

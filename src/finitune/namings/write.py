@@ -245,6 +245,12 @@ def infer_part_rows(i: int, parts: Sequence[SiteAdapter | None], landing: SiteTa
     )
 
 
+def require_spellable(adapters: Mapping[str, SiteAdapter], spelling: str) -> None:
+    """Raise AdapterError (WRITE-CANNOT-SAY) where a spelling cannot hold one of the adapters, by site."""
+    for site, adapter in adapters.items():
+        to_spellable_adapter(adapter, require_writable_spelling(spelling), site)
+
+
 def to_spellable_adapter(adapter: SiteAdapter, form: AdapterSpelling, site: str) -> tuple[SiteAdapter, Exactness]:
     """The adapter as the spelling can say it, and what that cost; raises AdapterError (WRITE-...) where it cannot."""
     algorithm = find_algorithm(adapter.algorithm)

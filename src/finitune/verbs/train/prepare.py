@@ -251,9 +251,13 @@ def make_starting_adapters(
     """New adapters, or those of network_weights."""
     from finitune.merging.adapterfile import open_adapter
     from finitune.merging.pairing import TargetModel
+    from finitune.namings.write import require_spellable
     from finitune.training.adapted_model import make_training_adapters, match_initial_adapter
 
     fresh = make_training_adapters(select_adapted_modules(parts, config), choice, config.network, config.training.seed)
+    for spelling in config.saving.save_as:  # not found out at the end of a training
+        for component, sites in fresh.items():
+            require_spellable({f"{component}.{module}": one for module, one in sites.items()}, spelling)
     if config.network.network_weights is None:
         return fresh
     source = open_adapter(config.network.network_weights, Report("train"), TargetModel.loaded(parts.family, parts))
