@@ -151,8 +151,8 @@ def read_config_rules() -> tuple[Rule, ...]:
 
 def parse_config_rules(entry: Mapping[str, Any]) -> Iterator[Rule]:
     """The rules of one table: one, or one for each option that it says to have no effect."""
-    rest = {name: value for name, value in entry.items() if name not in ("when", "each", "no_effect", "why")}
-    scope, when = entry.get("each", ""), entry.get("when", {})
+    rest = {name: value for name, value in entry.items() if name not in ("when", "within", "no_effect", "why")}
+    scope, when = entry.get("within", ""), entry.get("when", {})
     if "no_effect" not in entry:
         condition = parse_condition(when, CONFIG_PREDICATES)
         yield Rule(**rest | {"level": Level(rest["level"]), "when": ask_each(scope, condition)})
