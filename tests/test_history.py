@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from finitune.report import Report
 from finitune.training import events
 from finitune.training.history import TrainingHistory, keep_events_until
-from finitune.training.trial_step import PeakMemoryTracker, check_memory_fit
+from finitune.training.measurements import PeakMemoryTracker, check_memory_fit
 from finitune.verbs.train import Request, format_measured_forecast, iter_train_events
 from tests.training_made import FEW_BLOCKS, Playground, a_model_that_is_read_once, a_playground, one_cache  # noqa: F401
 
@@ -142,5 +142,5 @@ def test_a_container_has_the_memory_that_it_is_given(monkeypatch):
 
     machine = psutil.virtual_memory().total
     for limit, total in ((None, machine), (1 << 20, 1 << 20), (machine + 1, machine)):
-        monkeypatch.setattr("finitune.training.trial_step.read_cgroup_memory", lambda limit=limit: (limit, 0))
+        monkeypatch.setattr("finitune.training.measurements.read_cgroup_memory", lambda limit=limit: (limit, 0))
         assert PeakMemoryTracker(torch.device("cpu")).total() == total

@@ -26,12 +26,12 @@ from finitune.models.sd15 import SD15
 from finitune.namings.metadata import Receipt
 from finitune.report import Report
 from finitune.training.adapted_model import AdaptedModel, attach_training_adapters, make_training_adapters
+from finitune.training.measurements import HeldOutValidation
 from finitune.training.objective import FlowObjective
 from finitune.training.optimizers import build_param_groups, make_optimizer
 from finitune.training.ranks import ProcessRanks
 from finitune.training.sites import choose_sites
 from finitune.training.step import GradientAccumulator
-from finitune.training.validation import HeldOutValidation, average_sigma_losses
 
 WIDTH = 16
 
@@ -75,7 +75,8 @@ def measured(learner: AdaptedModel) -> float:
     """The loss at fixed sigmas."""
     validation = HeldOutValidation([MicroBatch((64, 64), ())], (0.25, 0.5, 0.75), 0)
     objective = FlowObjective(ObjectiveSection())
-    return average_sigma_losses(validation.measure(learner, objective, lambda _: batch(), ProcessRanks()))
+    by_sigma = validation.measure(learner, objective, lambda _: batch(), ProcessRanks())
+    return sum(by_sigma.values()) / len(by_sigma)
 
 
 def trained(learner: AdaptedModel, steps: int) -> None:

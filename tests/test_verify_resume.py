@@ -9,9 +9,9 @@ import pytest
 from finitune.cli import main
 from finitune.config.read import dump_config
 from finitune.report import Report
+from finitune.training.measurements import HeldOutValidation
 from finitune.training.optimizers import Ema, OptimizerHandle
 from finitune.training.train_state import TrainState
-from finitune.training.validation import HeldOutValidation
 from finitune.verbs.verify_resume import Request, run
 from tests.training_made import Playground, a_model_that_is_read_once, a_playground, one_cache
 

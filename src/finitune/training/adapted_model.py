@@ -20,7 +20,7 @@ from finitune.datasets.items import derive_seed, make_generator
 from finitune.errors import AdapterError
 from finitune.models.loaded import DenoiserCallable
 from finitune.training.compute_precision import PrecisionComponent
-from finitune.training.sites import SiteSelection
+from finitune.training.sites import SelectedSite, SiteSelection
 
 
 @dataclass
@@ -141,7 +141,7 @@ def make_training_adapters(
 
 
 def make_layer_adapter(
-    layer: nn.Module, one: Any, network: NetworkSection, seed: int, shared: Mapping[str, Tensor]
+    layer: nn.Module, one: SelectedSite, network: NetworkSection, seed: int, shared: Mapping[str, Tensor]
 ) -> SiteAdapter:
     weight: Any = layer.weight
     target = replace(one.target(weight.detach().float().cpu(), network), shared=shared)
@@ -153,7 +153,6 @@ def match_initial_adapter(
     fresh: Mapping[str, Mapping[str, SiteAdapter]], given: AdapterSet
 ) -> dict[str, dict[str, SiteAdapter]]:
     """The adapters of a file in the places of the fresh ones; raises AdapterError (START-DIFFERS) where they differ."""
-
     wanted = {f"{component}.{module}": one for component, sites in fresh.items() for module, one in sites.items()}
     differing = sorted(set(wanted) ^ set(given.sites)) or [
         site for site, one in wanted.items() if get_factor_shapes(one) != get_factor_shapes(given[site])

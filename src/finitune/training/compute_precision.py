@@ -123,7 +123,6 @@ def store_narrow(root: nn.Module, storage: str, compute: torch.dtype) -> None:
 
 def enable_block_checkpointing(root: nn.Module) -> None:
     """Keep no activations inside of the blocks of a diffusers or transformers model."""
-
     model: Any = root
     if hasattr(model, "gradient_checkpointing_enable"):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -125,7 +125,6 @@ class TrainingHistory:
         """Write steps, validations and ranges as one JSON object a line each, non-finite numbers as text; the files by
         name. A run without a step leaves what an earlier one wrote.
         """
-
         written: dict[str, Path] = {}
         for name in _LOGGED_EVENTS if self.steps else ():
             path, told = folder / f"{name}.jsonl", getattr(self, name)

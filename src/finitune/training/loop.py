@@ -33,12 +33,11 @@ from finitune.training.guard import (
     make_preview_failed_finding,
     require_fp32_masters,
 )
+from finitune.training.measurements import PeakMemoryTracker
 from finitune.training.optimizers import set_learning_rates
 from finitune.training.step import StepGradient
 from finitune.training.telemetry import digest_tensors
 from finitune.training.train_state import TrainingRun, TrainState
-from finitune.training.trial_step import PeakMemoryTracker
-from finitune.training.validation import average_sigma_losses
 
 _PLAN_EXCEEDED_CODE = "PLAN-EXCEEDED"
 _MEMORY_HALVED_CODE = "MEMORY-HALVED"
@@ -363,7 +362,7 @@ class Trainer:
         with self.now.optimizer.apply_eval_mode():
             load = run.load_held or run.load
             by_sigma = run.validation.measure(run.learner, run.differentiator.objective, load, run.ranks)
-            yield events.ValidationMeasured(self.now.step, average_sigma_losses(by_sigma), by_sigma)
+            yield events.ValidationMeasured(self.now.step, sum(by_sigma.values()) / len(by_sigma), by_sigma)
             if run.ranks.main:
                 ranges = run.validation.ranges(run.learner, run.differentiator.objective, load)
                 yield events.RangesMeasured(self.now.step, ranges)

@@ -87,7 +87,7 @@ def add_noise(latents: Tensor, noise: Tensor, sigma: Tensor, extra: Tensor | Non
     (OBJECTIVE-DTYPE) for anything but fp32.
     """
     require_fp32_objective(latents=latents, noise=noise, sigma=sigma)
-    sigma = broadcast_per_sample(sigma, latents)
+    sigma = sigma.view(-1, *[1] * (latents.ndim - 1))
     return (1 - sigma) * latents + sigma * (noise if extra is None else noise + extra)
 
 
@@ -136,11 +136,6 @@ def compute_elementwise_error(difference: Tensor, kind: str, c: float = 0.1) -> 
     root = torch.hypot(difference, difference.new_tensor(c))
     smooth = 2 * difference * (difference / (root + c))
     return c * smooth if kind == "huber" else smooth
-
-
-def broadcast_per_sample(values: Tensor, like: Tensor) -> Tensor:
-    """`values` (B,) as (B, 1, ...), to be multiplied with `like` (B, ...)."""
-    return values.view(-1, *[1] * (like.ndim - 1))
 
 
 def require_fp32_objective(**tensors: Tensor) -> None:

@@ -17,12 +17,12 @@ from finitune.training.adapted_model import AdaptedModel
 from finitune.training.checkpoint import RunState, restore_random_states
 from finitune.training.guard import TrainingGuard
 from finitune.training.manifest import TrainingManifest
+from finitune.training.measurements import HeldOutValidation
 from finitune.training.optimizers import Ema, OptimizerHandle
 from finitune.training.ranks import ProcessRanks
 from finitune.training.run_folder import RunFolder
 from finitune.training.step import GradientAccumulator
 from finitune.training.telemetry import NoTrainingDetector, RunningLoss, SpikeDetector
-from finitune.training.validation import HeldOutValidation
 
 
 class MicroBatchLoader(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -23,13 +23,15 @@ from finitune.machine import processes
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Finding, Level, Report
 from finitune.training import events
+from finitune.training.checkpoint import find_last_state, iterate_state_folders, load_run_state
+from finitune.training.history import TensorBoardLogger, TrainingHistory
+from finitune.training.loop import Trainer
+from finitune.training.measurements import check_memory_fit
+from finitune.training.train_state import TrainingRun, TrainState
 from finitune.verbs.shared.options import OutPath
-from finitune.verbs.train.prepare import TrainingStopped, open_prepared_run, stop_on_report_errors
-
-if TYPE_CHECKING:
-    from finitune.training.history import TensorBoardLogger, TrainingHistory
-    from finitune.training.train_state import TrainingRun, TrainState
-    from finitune.verbs.train.prepare import PreparedRun
+from finitune.verbs.train.export import restore_run_history
+from finitune.verbs.train.inputs import iter_measurement_events
+from finitune.verbs.train.prepare import PreparedRun, TrainingStopped, open_prepared_run, stop_on_report_errors
 
 _PROGRESS_STAGE = "training"
 _SIGNAL_ECHO_SECONDS = 2.0
@@ -70,7 +72,9 @@ def run(request: Request, page: TrainPageRenderer | None = None, progress: Progr
     try:
         if request.init:
             return write_commented_config(request, report)
-        config = resolve_train_config(request, report)
+        loaded = load_requested_config(request, report)
+        report.findings.extend(loaded.findings)
+        config = update_saving_options(loaded.config, resume="auto") if request.resume else loaded.config
         with catch_interrupt() as stop:
             tell = TrainEventReporter(progress or SilentProgress())
             for event in iter_train_events(config, report, progress, request=request, page=page, stop=stop):
@@ -102,13 +106,6 @@ def write_commented_config(request: Request, report: Report) -> Report:
     write_text(path, build_config_template())
     report.artifacts["config"] = str(path)
     return report
-
-
-def resolve_train_config(request: Request, report: Report) -> TrainConfig:
-    """The configuration of a request; what became of another program's keys is in the report's tables."""
-    loaded = load_requested_config(request, report)
-    report.findings.extend(loaded.findings)
-    return update_saving_options(loaded.config, resume="auto") if request.resume else loaded.config
 
 
 def load_requested_config(request: Request, report: Report) -> LoadedConfig:
@@ -145,7 +142,6 @@ def import_foreign_config(source: str, out: Path | None, report: Report) -> Load
 
     The account of its keys is in the report, whatever comes of it. Raises Stopped where the account has errors.
     """
-
     imported = read_foreign_config(source)
     report.tables.append(imported.table())
     report.figures.update(program=imported.program, keys=imported.table().as_dicts())
@@ -197,10 +193,6 @@ def iter_train_events(
     stop: Callable[[], bool] = bool,
 ) -> Iterator[events.TrainingEvent]:
     """Prepare, measure and train, yielding what happens; at the end the report has findings, figures and files."""
-    from finitune.training.history import TrainingHistory
-    from finitune.training.train_state import TrainState
-    from finitune.verbs.train.export import restore_run_history
-
     request = request or Request()
     history = TrainingHistory()
     with open_prepared_run(config, report, progress, explain=request.explain, stop=stop) as ready:
@@ -208,7 +200,10 @@ def iter_train_events(
         state = resume_training(config, ready.run, progressing, report)
         if state:
             restore_run_history(history, state.parent, progressing.step)
-        write_effective_config(config, ready, report)  # a run that is refused leaves that of the run before
+        if ready.run.ranks.main:  # only now: a run that is refused leaves that of the run before
+            path = ready.run.folder.path / EFFECTIVE_CONFIG_NAME
+            write_text(path, dump_config(config))
+            report.artifacts["config"] = str(path)
         board = open_run_tensorboard(config, ready.run)
         try:
             for event in iter_run_events(config, ready.run, progressing, report, dry=request.dry_run):
@@ -232,10 +227,6 @@ def iter_run_events(
     config: TrainConfig, run: TrainingRun, progressing: TrainState, report: Report, *, dry: bool
 ) -> Iterator[events.TrainingEvent]:
     """The measurement, and the run itself from its first step or from where it was left."""
-    from finitune.training.loop import Trainer
-    from finitune.training.trial_step import check_memory_fit
-    from finitune.verbs.train.inputs import iter_measurement_events
-
     for event in iter_measurement_events(run, progressing.step):
         if isinstance(event, events.TrialStepMeasured):
             report.findings.append(check_memory_fit(event, config))
@@ -244,18 +235,8 @@ def iter_run_events(
         yield from Trainer(run, progressing).events()
 
 
-def write_effective_config(config: TrainConfig, ready: PreparedRun, report: Report) -> None:
-    """Write the configuration as it is in force, every option stated, into the run's folder."""
-    if ready.run.ranks.main:
-        path = ready.run.folder.path / EFFECTIVE_CONFIG_NAME
-        write_text(path, dump_config(config))
-        report.artifacts["config"] = str(path)
-
-
 def resume_training(config: TrainConfig, run: TrainingRun, progressing: TrainState, report: Report) -> Path | None:
     """Go on from the state that is asked for, and return it if one is there; raises where it is of another training."""
-    from finitune.training.checkpoint import find_last_state, iterate_state_folders, load_run_state
-
     saving = config.saving
     if saving.resume == "never":
         if next(iterate_state_folders(run.folder.path, saving.output_name), None):
@@ -295,8 +276,6 @@ def make_no_whole_state_error(damaged: Finding) -> FileError:
 
 def open_run_tensorboard(config: TrainConfig, run: TrainingRun) -> TensorBoardLogger | None:
     """TensorBoard's writer, where it is asked for, of the main process."""
-    from finitune.training.history import TensorBoardLogger
-
     if config.logging.log_with == "none" or not run.ranks.main:
         return None
     folder = config.logging.logging_dir or run.folder.path / "logs"
@@ -310,7 +289,6 @@ def write_run_results(
     config: TrainConfig, ready: PreparedRun, history: TrainingHistory, report: Report, page: TrainPageRenderer | None
 ) -> None:
     """The last words of a run: its files, the verdict on them, every step as a line, and the page."""
-
     folder = ready.run.folder.path
     finished = history.finished
     if finished:

@@ -9,18 +9,19 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from finitune.config.schema import TrainConfig
 from finitune.errors import FinituneError, UsageError
+from finitune.merging.base_model import open_merge_base
 from finitune.models import MODEL_FAMILIES
+from finitune.models.spec import ModelSpec
 from finitune.report import Finding, Level
+from finitune.training.optimizers import make_optimizer, make_param_group
+from finitune.training.run_folder import RUN_LOCK_NAME, RunFolder
 from finitune.verbs.shared.model import choose_device, resolve_model_path
 from finitune.verbs.shared.options import ModelChoice
-
-if TYPE_CHECKING:
-    from finitune.models.spec import ModelSpec
-    from finitune.training.run_folder import RunFolder
 
 _MODEL_OPTION = "model.pretrained_model_name_or_path"
 _MODEL_REMEDY_BY_CODE = {
@@ -35,10 +36,6 @@ _MODEL_REMEDY_BY_CODE = {
 
 def check_train_options(config: TrainConfig) -> list[Finding]:
     """An error for each folder that cannot be written to; raises UsageError for an optimiser that cannot be made."""
-    import torch
-
-    from finitune.training.optimizers import make_optimizer, make_param_group
-
     rates = config.optimizer
     group = {**make_param_group(rates.learning_rate or 1.0, None), "params": [torch.nn.Parameter(torch.zeros(2, 2))]}
     make_optimizer(rates, [group])
@@ -88,8 +85,6 @@ def choose_training_device(config: TrainConfig) -> str:
 @contextmanager
 def hold_run_folder(folder: RunFolder) -> Iterator[None]:
     """The run's folder, locked; one that was made for it and has nothing in it at the end goes again."""
-    from finitune.training.run_folder import RUN_LOCK_NAME
-
     fresh = not folder.path.exists()
     with folder:
         try:
@@ -128,8 +123,6 @@ def explain_model_errors(choice: ModelChoice) -> Iterator[None]:
 
 def find_other_family(path: Path) -> ModelSpec | None:
     """The family of a model that cannot be trained, by names and shapes in its headers; None where none is known."""
-    from finitune.merging.base_model import open_merge_base
-
     with suppress(FinituneError, OSError):
         family = open_merge_base(path).family
         return family if family and not family.runtime else None

@@ -6,20 +6,28 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finitune.adapters import AdapterSet
 from finitune.config.schema import PreviewSection, TrainConfig
-from finitune.errors import UsageError
+from finitune.errors import NumericsError, UsageError
+from finitune.files.sniff import read_utf8_text
+from finitune.generation.draw import draw_picture_batch
+from finitune.generation.picture import save_picture
+from finitune.generation.picture_quality import judge_picture
+from finitune.generation.precisions import RunningModel
+from finitune.generation.settings import PictureSettings, parse_picture_size
+from finitune.merging.adapterfile import OutputFormat, put_adapter
+from finitune.models.loaded import LoadedModel
+from finitune.models.spec import ModelSpec
+from finitune.namings.metadata import Receipt
+from finitune.precision.guard import PrecisionGuard
 from finitune.report import Report, Table
+from finitune.training.adapted_model import AdaptedModel
+from finitune.training.events import PreviewsDrawn
+from finitune.training.guard import find_first_nonfinite
+from finitune.training.history import TrainingHistory
 from finitune.verbs.shared.adapters import collect_loader_verdicts, resolve_dtype_option
-
-if TYPE_CHECKING:
-    from finitune.adapters import AdapterSet
-    from finitune.generation.settings import PictureSettings
-    from finitune.models.loaded import LoadedModel
-    from finitune.models.spec import ModelSpec
-    from finitune.training.adapted_model import AdaptedModel
-    from finitune.training.history import TrainingHistory
 
 PREVIEW_FOLDER_NAME = "previews"
 """The folder of the pictures that are drawn on the way, within the run's."""
@@ -37,9 +45,6 @@ class AdapterExporter:
 
     def __call__(self, adapter: AdapterSet, path: Path, facts: Mapping[str, object]) -> dict[str, Path]:
         """The files by spelling; raises where one is not finite, or does not read back."""
-        from finitune.merging.adapterfile import OutputFormat, put_adapter
-        from finitune.namings.metadata import Receipt
-
         require_finite_adapter(adapter, path)
         saving, paths = self.config.saving, {}
         for spelling in saving.save_as:
@@ -101,9 +106,6 @@ class AdapterExporter:
 
 def require_finite_adapter(adapter: AdapterSet, path: Path) -> None:
     """Raise NumericsError (ADAPTER-NONFINITE) where a tensor holds a NaN or an infinity: such a file is not written."""
-    from finitune.errors import NumericsError
-    from finitune.training.guard import find_first_nonfinite
-
     tensors = ((f"{site}.{role}", t) for site, one in adapter.sites.items() for role, t in one.tensors.items())
     found = find_first_nonfinite(tensors)
     if found:
@@ -127,12 +129,6 @@ class PreviewDrawer:
 
     def __call__(self, step: int) -> tuple[Path, ...]:
         """The pictures of a step, written to the folder; a bad one is named `.suspect.png`."""
-        from finitune.generation.draw import draw_picture_batch
-        from finitune.generation.picture import save_picture
-        from finitune.generation.picture_quality import judge_picture
-        from finitune.generation.precisions import RunningModel
-        from finitune.precision.guard import PrecisionGuard
-
         own = {name: one.module for name, one in self.learner.precisions.items()}
         running = RunningModel("training", self.parts.with_modules(own), PrecisionGuard())
         paths: list[Path] = []
@@ -151,8 +147,6 @@ _PREVIEW_NAME_PATTERN = re.compile(r"step(\d{8})-\d\d(\.suspect)?\.png")
 
 def restore_run_history(history: TrainingHistory, folder: Path, step: int) -> None:
     """Take over what the lives of a run before this one have left in its folder up to step `step`: log and previews."""
-    from finitune.training.events import PreviewsDrawn
-
     history.load_log(folder, step)
     drawn: dict[int, list[Path]] = {}
     for path in sorted((folder / PREVIEW_FOLDER_NAME).glob("*.png")):
@@ -182,8 +176,6 @@ def build_preview_settings(settings: PreviewSection, default_size: str) -> tuple
 
 def read_preview_prompts(path: Path) -> tuple[str, ...]:
     """The prompts in a text file, one a line; lines that begin with # are none."""
-    from finitune.files.sniff import read_utf8_text
-
     remedy = "Name a text file with one prompt a line, or list the prompts themselves."
     option = "preview.sample_prompts"
     if not path.exists():
@@ -199,8 +191,6 @@ def read_preview_prompts(path: Path) -> tuple[str, ...]:
 
 def parse_preview_prompt(line: str, settings: PreviewSection, place: int, size: str) -> PictureSettings:
     """One prompt with kohya's flags behind it: --n negative --w --h --d seed --s steps --l guidance."""
-    from finitune.generation.settings import PictureSettings, parse_picture_size
-
     try:
         width, height = parse_picture_size(size)
     except UsageError as error:

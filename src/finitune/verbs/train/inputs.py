@@ -6,29 +6,31 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finitune.config.datasets import resolve_datasets
 from finitune.config.schema import TrainConfig
+from finitune.datasets.batch_schedule import BatchSchedule
+from finitune.datasets.buckets import BucketPlacements
+from finitune.datasets.cache import EncoderCaches
+from finitune.datasets.items import MicroBatch, TrainingBatch, derive_seed
+from finitune.datasets.loader import BatchLoader, LoaderOptions
+from finitune.models.loaded import FamilyEncoders, LoadedModel
+from finitune.models.spec import ModelSpec
 from finitune.progress import Progress
 from finitune.report import Report
-
-if TYPE_CHECKING:
-    from finitune.datasets.batch_schedule import BatchSchedule
-    from finitune.datasets.buckets import BucketPlacements
-    from finitune.datasets.items import MicroBatch, TrainingBatch
-    from finitune.datasets.loader import BatchLoader
-    from finitune.models.loaded import FamilyEncoders, LoadedModel
-    from finitune.models.spec import ModelSpec
-    from finitune.training.adapted_model import AdaptedModel
-    from finitune.training.events import TrainingEvent, TrialStepMeasured
-    from finitune.training.manifest import TrainingManifest
-    from finitune.training.optimizers import OptimizerHandle
-    from finitune.training.ranks import ProcessRanks
-    from finitune.training.run_folder import RunFolder
-    from finitune.training.sites import SiteSelection
-    from finitune.training.train_state import RunHooks, TrainingRun
-    from finitune.training.validation import HeldOutValidation
+from finitune.training.adapted_model import AdaptedModel
+from finitune.training.events import FindingRaised, PreviewsDrawn, TrainingEvent, TrialStepMeasured
+from finitune.training.guard import find_first_nonfinite, make_preview_failed_finding
+from finitune.training.manifest import TrainingManifest
+from finitune.training.measurements import HeldOutValidation, measure_trial_step
+from finitune.training.objective import OBJECTIVE_BY_NAME
+from finitune.training.optimizers import OptimizerHandle, build_param_groups, make_optimizer, make_rate_factor
+from finitune.training.ranks import ProcessRanks
+from finitune.training.run_folder import RunFolder
+from finitune.training.sites import SiteSelection
+from finitune.training.step import GradientAccumulator
+from finitune.training.train_state import RunHooks, TrainingRun
 
 _STATE_SIZE_FACTOR = 3
 """A state holds the adapter, and most optimisers two numbers for each of its own."""
@@ -49,8 +51,6 @@ class ScheduledLoader:
 
 def build_batch_schedule(config: TrainConfig, placed: BucketPlacements, world: int = 1) -> BatchSchedule:
     """The order in which placed pictures are shown."""
-    from finitune.datasets.batch_schedule import BatchSchedule
-
     training = config.training
     course = BatchSchedule(
         examples=placed.examples,
@@ -80,9 +80,6 @@ def build_encoded_loader(
     progress: Progress,
 ) -> ScheduledLoader:
     """Encode all pictures and captions of a course that no cache has yet; what came of it is in the report."""
-    from finitune.datasets.cache import EncoderCaches
-    from finitune.datasets.loader import BatchLoader, LoaderOptions
-
     options = LoaderOptions(
         prior_loss_weight=config.objective.prior_loss_weight,
         masked_loss=config.objective.masked_loss,
@@ -107,8 +104,6 @@ def sum_process_figures(report: Report, figures: list[dict[str, Any]]) -> None:
 
 def build_validation(config: TrainConfig, course: BatchSchedule) -> HeldOutValidation:
     """The measurement on pictures kept out: each of them once, with a place of its own for its noise."""
-    from finitune.training.validation import HeldOutValidation
-
     batches: list[MicroBatch] = []
     first = 0
     for step in course.epoch(0):
@@ -134,16 +129,13 @@ class RunInputs:
 
 def build_run(config: TrainConfig, outside: RunInputs) -> TrainingRun:
     """The run: optimiser, schedule, objective and manifest over what was prepared."""
-    from finitune.training.objective import OBJECTIVE_BY_NAME
-    from finitune.training.optimizers import make_rate_factor
-    from finitune.training.step import GradientAccumulator
-    from finitune.training.train_state import TrainingRun
-
     learner, course = outside.learner, outside.shelf.course
     objective = OBJECTIVE_BY_NAME[outside.parts.objective](config.objective, outside.parts.patch)
     held = outside.held
     make_optimizer = make_optimizer_factory(config, learner, outside.choice, outside.parts.family)
-    outside.folder.require_space(estimate_save_bytes(config, learner))
+    adapter_bytes = sum(4 * parameter.numel() for _, parameter in learner.named_parameters())
+    written_at_once = len(config.saving.save_as) + (_STATE_SIZE_FACTOR if config.saving.save_state else 0)
+    outside.folder.require_space(adapter_bytes * written_at_once)
     return TrainingRun(
         config=config,
         learner=learner,
@@ -164,16 +156,8 @@ def build_run(config: TrainConfig, outside: RunInputs) -> TrainingRun:
     )
 
 
-def estimate_save_bytes(config: TrainConfig, learner: AdaptedModel) -> int:
-    """Bytes of one adapter file and one state, as much as a run writes at once."""
-    adapter = sum(4 * parameter.numel() for _, parameter in learner.named_parameters())
-    return adapter * (len(config.saving.save_as) + (_STATE_SIZE_FACTOR if config.saving.save_state else 0))
-
-
 def find_nonfinite_weight(learner: AdaptedModel) -> str:
     """The first weight of the frozen model that is not finite, '' where all are."""
-    from finitune.training.guard import find_first_nonfinite
-
     named = (
         (f"{component}.{name}", parameter)
         for component, one in learner.precisions.items()
@@ -187,8 +171,6 @@ def make_optimizer_factory(
     config: TrainConfig, learner: AdaptedModel, choice: SiteSelection, family: ModelSpec
 ) -> Callable[[], OptimizerHandle]:
     """Makes the optimiser anew: over all that is trained, each at the rate of its pattern or component."""
-    from finitune.training.optimizers import build_param_groups, make_optimizer
-
     rates = config.optimizer
     by_component = {component: getattr(rates, option) for component, option in family.adapters.rates.items()}
     own = {one.site: by_component.get(one.component) if one.rate is None else one.rate for one in choice.chosen}
@@ -203,9 +185,6 @@ def make_optimizer_factory(
 
 def build_run_manifest(config: TrainConfig, outside: RunInputs, optimizer: OptimizerHandle) -> TrainingManifest:
     """What a saved state has to belong to."""
-    from finitune.datasets.items import derive_seed
-    from finitune.training.manifest import TrainingManifest
-
     apart = {"general": True, "datasets": True, "saving": {"resume"}}  # how a run is gone on with is no part of it
     dumped = config.model_dump(mode="json", exclude=apart)
     examples = outside.shelf.course.examples
@@ -241,10 +220,6 @@ def count_due_times(run: TrainingRun, steps: int, every_steps: int | None, every
 
 def iter_measurement_events(run: TrainingRun, step: int) -> Iterator[TrainingEvent]:
     """One real step at the largest bucket, a save and a preview, with everything put back; the preview is kept."""
-    from finitune.training.events import FindingRaised, PreviewsDrawn
-    from finitune.training.guard import make_preview_failed_finding
-    from finitune.training.trial_step import measure_trial_step
-
     micros = [micro for one in run.course.epoch(0) for micro in one.micro_batches]
     micros.sort(key=lambda micro: micro.bucket[0] * micro.bucket[1] * len(micro), reverse=True)
     loaded = (run.load(micro) for micro in micros)

@@ -5,15 +5,48 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
+from finitune.adapters import SiteAdapter
 from finitune.config.conflicts import find_config_conflicts
 from finitune.config.datasets import resolve_datasets
 from finitune.config.schema import TrainConfig
+from finitune.datasets.batch_schedule import disable_augmentation
+from finitune.datasets.buckets import BucketPlacements, build_bucket_table, place_examples
+from finitune.datasets.dataset_scan import (
+    DatasetScan,
+    build_dataset_summary,
+    scan_datasets,
+    split_held_out,
+    verify_pictures,
+)
+from finitune.datasets.items import TrainingExample
 from finitune.errors import UsageError
+from finitune.generation.settings import PictureSettings
+from finitune.machine.hardware import advise, read_device_facts
+from finitune.merging.adapterfile import open_adapter
+from finitune.merging.pairing import TargetModel
+from finitune.models import SHIPPED_MODELS
+from finitune.models.loaded import LoadedModel
+from finitune.models.spec import ModelSpec
+from finitune.namings.write import require_spellable
+from finitune.precision.plan import ComponentPlan, PrecisionPlan
 from finitune.progress import Progress, SilentProgress
 from finitune.report import Level, Report
-from finitune.verbs.shared.model import format_model_name, get_default_picture_size, load_model
+from finitune.training import compute_precision
+from finitune.training.adapted_model import (
+    AdaptedModel,
+    attach_training_adapters,
+    make_training_adapters,
+    match_initial_adapter,
+)
+from finitune.training.ranks import ProcessRanks
+from finitune.training.run_folder import RunFolder
+from finitune.training.sites import SiteSelection, choose_sites
+from finitune.training.train_state import RunHooks, TrainingRun
+from finitune.verbs.shared.model import format_model_name, get_default_picture_size, get_default_plan_path, load_model
 from finitune.verbs.shared.options import ModelChoice
 from finitune.verbs.train.checks import (
     check_train_options,
@@ -29,21 +62,6 @@ from finitune.verbs.train.inputs import (
     build_run,
     prepare_encoders,
 )
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from finitune.adapters import SiteAdapter
-    from finitune.datasets.buckets import BucketPlacements
-    from finitune.datasets.dataset_scan import DatasetScan
-    from finitune.datasets.items import TrainingExample
-    from finitune.generation.settings import PictureSettings
-    from finitune.models.loaded import LoadedModel
-    from finitune.models.spec import ModelSpec
-    from finitune.precision.plan import PrecisionPlan
-    from finitune.training.adapted_model import AdaptedModel
-    from finitune.training.sites import SiteSelection
-    from finitune.training.train_state import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -91,9 +109,6 @@ def stop_on_report_errors(report: Report) -> None:
 
 def scan_training_data(config: TrainConfig, report: Report, progress: Progress) -> TrainingPictures:
     """Scan the folders and place every picture; all faults of the data are in the report together."""
-    from finitune.datasets.buckets import build_bucket_table, place_examples
-    from finitune.datasets.dataset_scan import build_dataset_summary, scan_datasets, split_held_out, verify_pictures
-
     report.findings.extend(find_config_conflicts(config))
     stop_on_report_errors(report)
     report.findings.extend(check_train_options(config))
@@ -118,9 +133,6 @@ def scan_training_data(config: TrainConfig, report: Report, progress: Progress) 
 
 def place_held_out_pictures(held: list[TrainingExample], config: TrainConfig) -> BucketPlacements:
     """Pictures kept out, as they are measured on: unvaried."""
-    from finitune.datasets.batch_schedule import disable_augmentation
-    from finitune.datasets.buckets import place_examples
-
     limit = config.validation.max_validation_steps or len(held)
     return place_examples(
         [disable_augmentation(one) for one in held[:limit]], resolve_datasets(config), config.training.train_batch_size
@@ -148,8 +160,6 @@ def choose_training_precision(config: TrainConfig, device: str, report: Report) 
     elif device == "cpu":
         chosen, reason = "fp32", "a CPU has no faster one that is as accurate"
     else:
-        from finitune.machine.hardware import advise, read_device_facts
-
         advice = advise(read_device_facts(int(device.partition(":")[2] or 0)))
         chosen = "current-half" if advice.compute == "planned-half" else advice.compute
         reason = "; ".join(advice.reasons)
@@ -161,10 +171,6 @@ def choose_training_precision(config: TrainConfig, device: str, report: Report) 
 
 def load_training_plan(config: TrainConfig, parts: LoadedModel, precision: str, report: Report) -> PrecisionPlan | None:
     """The plan to train with, named or shipped; raises UsageError (PLAN-MISSING) where there is none."""
-    from finitune.models import SHIPPED_MODELS
-    from finitune.precision.plan import PrecisionPlan
-    from finitune.verbs.shared.model import get_default_plan_path
-
     if precision != "planned-half":
         return None
     choice = build_model_choice(config)
@@ -196,10 +202,6 @@ def open_adapted_model(
     plan: PrecisionPlan | None,
 ) -> Iterator[AdaptedModel]:
     """The model with adapters by component, computing in its precision; as it was at the end."""
-    from finitune.precision.plan import ComponentPlan
-    from finitune.training import compute_precision
-    from finitune.training.adapted_model import AdaptedModel, attach_training_adapters
-
     with ExitStack() as stack:
         precisions: dict[str, compute_precision.PrecisionComponent] = {}
         for one in parts.modules:
@@ -224,10 +226,6 @@ def open_adapted_model(
 @contextmanager
 def configure_frozen_denoiser(transformer: nn.Module, config: TrainConfig, precision: str) -> Iterator[None]:
     """How the frozen denoiser is held and run: a narrower storage, blocks in main memory, compiled blocks."""
-    import torch
-
-    from finitune.training import compute_precision
-
     storage = config.model.storage
     if (
         storage != "auto"
@@ -249,11 +247,6 @@ def make_starting_adapters(
     parts: LoadedModel, config: TrainConfig, choice: SiteSelection
 ) -> dict[str, dict[str, SiteAdapter]]:
     """New adapters, or those of network_weights."""
-    from finitune.merging.adapterfile import open_adapter
-    from finitune.merging.pairing import TargetModel
-    from finitune.namings.write import require_spellable
-    from finitune.training.adapted_model import make_training_adapters, match_initial_adapter
-
     fresh = make_training_adapters(select_adapted_modules(parts, config), choice, config.network, config.training.seed)
     for spelling in config.saving.save_as:  # not found out at the end of a training
         for component, sites in fresh.items():
@@ -277,11 +270,6 @@ def open_prepared_run(
 
     Raises Stopped where the report holds errors, or, to `explain`, when the sites are in it.
     """
-    from finitune.training.ranks import ProcessRanks
-    from finitune.training.run_folder import RunFolder
-    from finitune.training.sites import choose_sites
-    from finitune.training.train_state import RunHooks
-
     with ExitStack() as stack:
         ranks = stack.enter_context(ProcessRanks.open_process_group(choose_training_device(config)))
         progress = progress if progress and ranks.main else SilentProgress()

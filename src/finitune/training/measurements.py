@@ -1,4 +1,11 @@
-"""Will it fit, and how long: one real step at the largest bucket, before the first one, with everything put back."""
+"""What is measured besides the training itself: one step before the first, and the loss on pictures kept out.
+
+**The trial step** says whether the run will fit, and how long it takes: one real step at the largest bucket, with
+everything put back.
+
+**Validation** is at fixed sigmas and with fixed noise: the same question each time. A random sigma would drown the
+answer: the loss varies tenfold over sigma and hardly at all over a training.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +17,16 @@ from dataclasses import dataclass
 import torch
 
 from finitune.config.schema import TrainConfig
-from finitune.datasets.items import TrainingBatch
+from finitune.datasets.items import MicroBatch, TrainingBatch
 from finitune.machine.reading import read_cgroup_memory
+from finitune.precision.probe import probe
 from finitune.report import Finding, Level
+from finitune.training.adapted_model import AdaptedModel
 from finitune.training.checkpoint import get_random_states, restore_random_states
 from finitune.training.events import TrialStepMeasured
+from finitune.training.objective import FlowObjective
 from finitune.training.optimizers import OptimizerHandle
+from finitune.training.ranks import ProcessRanks
 from finitune.training.step import GradientAccumulator
 
 _SAFE_MEMORY_SHARE = 0.92
@@ -90,7 +101,12 @@ def measure_trial_step(
     memory.reset()
     try:
         optimizer = make_optimizer()
-        seconds = [time_training_work(lambda: take_trial_step(differentiator, optimizer, batches)) for _ in range(2)]
+
+        def take_step() -> None:
+            if differentiator.gradient(batches, step=-1).finite:
+                optimizer.step()
+
+        seconds = [time_training_work(take_step) for _ in range(2)]
         saving = time_training_work(save)
     finally:
         learner.restore(before)
@@ -112,14 +128,6 @@ def measure_trial_step(
         batch=len(largest),
         split=differentiator.split,
     )
-
-
-def take_trial_step(
-    differentiator: GradientAccumulator, optimizer: OptimizerHandle, batches: Sequence[TrainingBatch]
-) -> None:
-    gradient = differentiator.gradient(batches, step=-1)
-    if gradient.finite:
-        optimizer.step()
 
 
 def time_training_work(work: Callable[[], object]) -> float:
@@ -147,3 +155,51 @@ def check_memory_fit(measured: TrialStepMeasured, config: TrainConfig) -> Findin
         what += f" of {total / 2**30:.2f}: {(peak - _SAFE_MEMORY_SHARE * total) / 2**30:.2f} more than is safe"
     options = "; ".join(f"{option} ({why})" for option, why, is_left in _MEMORY_SAVING_OPTIONS if is_left(config))
     return Finding(Level.WARNING, "FITS-BARELY", "memory", what, evidence, f"The least change first: {options}.")
+
+
+_BatchLoad = Callable[[MicroBatch], TrainingBatch | None]
+
+
+@dataclass(frozen=True)
+class HeldOutValidation:
+    """Micro-batches of pictures kept out, each sample with a place of its own for its noise."""
+
+    batches: Sequence[MicroBatch]
+    sigmas: tuple[float, ...]
+    seed: int
+
+    @torch.no_grad()
+    def measure(
+        self, learner: AdaptedModel, objective: FlowObjective, load: _BatchLoad, ranks: ProcessRanks
+    ) -> dict[float, float]:
+        """{sigma: mean loss} over all pictures; the work is shared among the processes, the result is everybody's."""
+        sums = torch.zeros(len(self.sigmas) + 1, dtype=torch.float64)
+        learner.train(False)
+        for place, micro in enumerate(self.batches):
+            batch = load(micro) if place % ranks.world == ranks.rank else None
+            if batch is None:
+                continue
+            learner.strength(batch.multiplier)
+            for i, sigma in enumerate(self.sigmas):
+                lesson = objective.at(batch, sigma, self.seed)
+                velocity = learner.denoiser(lesson.x_t, lesson.sigma, batch.conditioning)
+                sums[i] += objective.losses(lesson, velocity, batch).double().sum().cpu()
+            sums[-1] += len(batch)
+        total = ranks.add(sums.float().to(ranks.device)).double().cpu()
+        learner.train(True)
+        return {sigma: float(total[i] / total[-1]) for i, sigma in enumerate(self.sigmas)}
+
+    @torch.no_grad()
+    def ranges(self, learner: AdaptedModel, objective: FlowObjective, load: _BatchLoad) -> dict[str, float]:
+        """The largest magnitude that leaves each block of the denoiser on the first pictures, over all sigmas."""
+        batch = load(self.batches[0])
+        root = learner.precisions[learner.denoiser_name].module
+        if batch is None:
+            return {}
+        learner.train(False)
+        with probe(root) as found:
+            for sigma in self.sigmas:
+                lesson = objective.at(batch, sigma, self.seed)
+                learner.denoiser(lesson.x_t, lesson.sigma, batch.conditioning)
+        learner.train(True)
+        return {site: amax for site, amax in found.amax.items() if site.rpartition(".")[0].endswith("blocks")}
