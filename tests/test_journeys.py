@@ -273,7 +273,7 @@ def test_a_plan_that_breaks_a_promise_is_kept_as_suspect(monkeypatch, tmp_path):
 
     certify = planning.certify_model_plan
     monkeypatch.setattr(
-        "finitune.generation.planning.certify_model_plan",
+        "finitune.verbs.plan.certify_model_plan",
         lambda *a, **k: {name: replace(c, headroom_bits_min=1.0) for name, c in certify(*a, **k).items()},
     )
     report = plan.run(plan.Request(model="pico-anima", steps=1, out=tmp_path / "mine.toml"))
