@@ -46,7 +46,7 @@ _FORBIDDEN_NAME_CHARACTERS = frozenset('/\\:*?"<>|')
 _MAX_OUTPUT_NAME_BYTES = 150
 """Bytes of a name; systems allow 255, and steps, spellings and endings come behind it."""
 
-Fields = Mapping[str, object]
+ConflictFields = Mapping[str, object]
 
 
 def find_config_conflicts(config: TrainConfig) -> list[Finding]:
@@ -182,7 +182,7 @@ def ask_each(scope: str, condition: Condition) -> Condition:
     if not scope:
         return condition
 
-    def ask(facts: ConfigFacts) -> Iterator[Fields]:
+    def ask(facts: ConfigFacts) -> Iterator[ConflictFields]:
         matches = {place: next(iter(condition(part)), None) for place, part in facts.by_place[scope].items()}
         found = {place: fields for place, fields in matches.items() if fields is not None}
         if found:
@@ -199,7 +199,7 @@ def is_option_given(section: ConfigSection, name: str) -> bool:
 # --- predicates: something false where all is well, else the fields of the message -----------------------------------
 
 
-def lacks_option(facts: ConfigFacts, option: str) -> Fields:
+def lacks_option(facts: ConfigFacts, option: str) -> ConflictFields:
     """The algorithms that have an option, where the one that is trained has it not."""
     able = [one.name for one in ADAPTER_ALGORITHMS if one.trainable and option in one.options]
     return {} if facts.algorithm.name in able else {"what": join_alternatives(able)}
@@ -218,7 +218,7 @@ def lacks_up_factors(facts: ConfigFacts) -> object:
     return asked and name not in able and {"algorithm": name, "do": ", ".join(able)}
 
 
-def find_excessive_network_scale(facts: ConfigFacts) -> Fields:
+def find_excessive_network_scale(facts: ConfigFacts) -> ConflictFields:
     """alpha and rank of the largest scale, where it is above what trains well."""
     network = facts.config.network
     if facts.algorithm.alpha_means != "scale":
@@ -231,7 +231,7 @@ def find_excessive_network_scale(facts: ConfigFacts) -> Fields:
     return {"scale": f"{scale:g}", "alpha": f"{alpha:g}", "rank": rank} if scale > _MAX_NETWORK_SCALE else {}
 
 
-def find_pattern_without_alpha(facts: ConfigFacts) -> Fields:
+def find_pattern_without_alpha(facts: ConfigFacts) -> ConflictFields:
     """The first pattern with a rank of its own and the alpha of the others."""
     network = facts.config.network
     for pattern, rank in network.network_reg_dims.items():
@@ -241,7 +241,7 @@ def find_pattern_without_alpha(facts: ConfigFacts) -> Fields:
     return {}
 
 
-def find_invalid_network_pattern(facts: ConfigFacts) -> Fields:
+def find_invalid_network_pattern(facts: ConfigFacts) -> ConflictFields:
     """The first pattern that is no regular expression."""
     lists = ("exclude_patterns", "include_patterns", "only_patterns")
     for option in (*lists, "network_reg_dims", "network_reg_alphas", "network_reg_lrs"):
@@ -253,7 +253,7 @@ def find_invalid_network_pattern(facts: ConfigFacts) -> Fields:
     return {}
 
 
-def find_invalid_pattern_value(facts: ConfigFacts) -> Fields:
+def find_invalid_pattern_value(facts: ConfigFacts) -> ConflictFields:
     """The first rank below 1, or alpha or learning rate below 0, by pattern."""
     for option, least in (("network_reg_dims", 1), ("network_reg_alphas", 0), ("network_reg_lrs", 0)):
         for pattern, value in getattr(facts.config.network, option).items():
@@ -272,7 +272,7 @@ def has_only_zero_rates(facts: ConfigFacts) -> bool:
     return not any((optimizer.learning_rate, *text, *facts.pattern_rates))
 
 
-def find_excessive_learning_rate(facts: ConfigFacts) -> Fields:
+def find_excessive_learning_rate(facts: ConfigFacts) -> ConflictFields:
     """The learning rate, where it is above what the optimiser bears."""
     rate = facts.config.optimizer.learning_rate
     limits = (top for kind, top in _MAX_RATE_BY_OPTIMIZER.items() if kind in facts.optimizer_name)
@@ -294,20 +294,20 @@ def find_extra_rates(facts: ConfigFacts) -> object:
     return facts.self_tuning and given and {"given": ", ".join(given)}
 
 
-def find_slow_ema(facts: ConfigFacts) -> Fields:
+def find_slow_ema(facts: ConfigFacts) -> ConflictFields:
     """How many steps a moving average looks back, where the run is not much longer."""
     decay, last = facts.config.optimizer.ema_decay, facts.steps
     span = round(1 / (1 - decay)) if decay else 0
     return {"span": span, "last": last} if last and span > last / 2 else {}
 
 
-def find_endless_warmup(facts: ConfigFacts) -> Fields:
+def find_endless_warmup(facts: ConfigFacts) -> ConflictFields:
     """The steps of a warm-up that is not over when the run ends; below 1 they are a share of it."""
     warmup, last = facts.config.optimizer.lr_warmup_steps, facts.steps
     return {"warmup": f"{warmup:g}", "last": last} if warmup >= 1 and last and last <= warmup else {}
 
 
-def find_output_name_fault(facts: ConfigFacts) -> Fields:
+def find_output_name_fault(facts: ConfigFacts) -> ConflictFields:
     """What a name has that files cannot have, here or on another system."""
     name = facts.config.saving.output_name
     if not name.strip():
@@ -320,32 +320,32 @@ def find_output_name_fault(facts: ConfigFacts) -> Fields:
     return {"fault": f"has more than {_MAX_OUTPUT_NAME_BYTES} letters"} if long else {}
 
 
-def find_unaligned_step(dataset: ResolvedDataset) -> Fields:
+def find_unaligned_step(dataset: ResolvedDataset) -> ConflictFields:
     """The step between the sides of buckets, where it is no multiple of 16, and the nearest that is."""
     step = dataset.bucket_reso_steps
     return {"value": step, "nearest": round_to_side(step)} if step % SIDE_MULTIPLE else {}
 
 
-def find_unaligned_side(dataset: ResolvedDataset) -> Fields:
+def find_unaligned_side(dataset: ResolvedDataset) -> ConflictFields:
     """The first side that is no multiple of 16, and the nearest that is."""
     wrong = [side for side in to_width_height(dataset.resolution) if side % SIDE_MULTIPLE]
     return {"value": wrong[0], "nearest": round_to_side(wrong[0])} if wrong else {}
 
 
-def find_excessive_resolution(dataset: ResolvedDataset) -> Fields:
+def find_excessive_resolution(dataset: ResolvedDataset) -> ConflictFields:
     """The resolution, where it has more pixels than anybody trains on."""
     width, height = to_width_height(dataset.resolution)
     largest = f"{_MAX_RESOLUTION_SIDE} x {_MAX_RESOLUTION_SIDE}"
     return {"size": f"{width} x {height}", "largest": largest} if width * height > _MAX_RESOLUTION_SIDE**2 else {}
 
 
-def find_crossed_bucket_limits(dataset: ResolvedDataset) -> Fields:
+def find_crossed_bucket_limits(dataset: ResolvedDataset) -> ConflictFields:
     """The shortest and the longest side of buckets where they leave no room."""
     shortest, longest = dataset.min_bucket_reso, max(dataset.max_bucket_reso, *to_width_height(dataset.resolution))
     return {"shortest": shortest, "longest": longest} if shortest > longest else {}
 
 
-def find_repeated_subset_folder(dataset: ResolvedDataset) -> Fields:
+def find_repeated_subset_folder(dataset: ResolvedDataset) -> ConflictFields:
     """The first folder that a dataset names twice for the same purpose."""
     named = Counter((subset.image_dir, subset.metadata_file, subset.is_reg) for subset in dataset.subsets)
     return next(({"folder": str(key[0])} for key, count in named.items() if count > 1 and key[0]), {})

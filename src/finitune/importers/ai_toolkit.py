@@ -80,7 +80,7 @@ def convert_denoising_step(value: Any, beside: Siblings) -> ConvertedValue:
     return take_value(float(value) / 1000) if float(value) < 999 else mark_no_effect("all of them")
 
 
-def convert_preview_size(value: Any, beside: Siblings) -> ConvertedValue:
+def convert_ai_toolkit_preview_size(value: Any, beside: Siblings) -> ConvertedValue:
     return take_value(f"{beside.get('width', 512)}x{beside.get('height', 512)}")
 
 
@@ -95,7 +95,13 @@ def read_ai_toolkit_table() -> ProgramTable:
 
 _CONVERTERS = (
     *(convert_linear_rank, convert_linear_alpha, convert_use_ema, convert_self_tuned_rate, convert_quantize),
-    *(convert_caption_extension, convert_trigger, convert_denoising_step, convert_preview_size, convert_prompts),
+    *(
+        convert_caption_extension,
+        convert_trigger,
+        convert_denoising_step,
+        convert_ai_toolkit_preview_size,
+        convert_prompts,
+    ),
 )
 
 

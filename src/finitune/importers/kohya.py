@@ -141,7 +141,7 @@ def import_kohya_options(
             report_repeated_option(book, entry, last[entry.name])
     datasets = find_kohya_datasets(book, flat, source, levels)
     fill_kohya_defaults(book, flat, datasets, read_kohya_table().defaults if absent is None else absent)
-    if other := find_other_family(flat, family):
+    if other := find_imported_family(flat, family):
         book.report_other_family("the model family", other)
     return book.imported(datasets)
 
@@ -262,7 +262,7 @@ def fill_kohya_defaults(
         book.findings.append(Finding(Level.WARNING, "CONFIG-SAVE-LAST", book.source, message))
 
 
-def find_other_family(flat: Mapping[str, Any], family: str) -> str:
+def find_imported_family(flat: Mapping[str, Any], family: str) -> str:
     """The other model family that a configuration is plainly for; '' where there is none."""
     modules = read_kohya_table().facts["family_by_network_module"]
     module = modules.get(get_network_module_name(flat.get("network_module", "")), "")

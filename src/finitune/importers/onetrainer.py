@@ -43,7 +43,7 @@ def parse_onetrainer_sizes(value: object) -> list[object]:
     return [pair[0] if len(pair) == 1 else pair for pair in pairs]
 
 
-def convert_resolution(value: Any, beside: Siblings) -> ConvertedValue:
+def convert_onetrainer_resolution(value: Any, beside: Siblings) -> ConvertedValue:
     """One or more sizes."""
     try:
         found = parse_onetrainer_sizes(value)
@@ -121,7 +121,7 @@ def convert_timestep_distribution(value: Any, beside: Siblings) -> ConvertedValu
     return ConvertedValue("sigma", also={f"objective.{key}": setting for key, setting in scheme.items()})
 
 
-def convert_ema_decay(value: Any, beside: Siblings) -> ConvertedValue:
+def convert_onetrainer_ema_decay(value: Any, beside: Siblings) -> ConvertedValue:
     """The decay for each step; there it is applied every few steps only."""
     steps = int(beside.get("ema_update_step_interval") or 5)
     if steps == 1:
@@ -129,8 +129,8 @@ def convert_ema_decay(value: Any, beside: Siblings) -> ConvertedValue:
     return take_changed(float(value) ** (1 / steps), f"the same average, updated in each step instead of every {steps}")
 
 
-def convert_use_ema(value: Any, beside: Siblings) -> ConvertedValue:
-    return convert_ema_decay(beside.get("ema_decay", 0.999), beside)
+def convert_onetrainer_use_ema(value: Any, beside: Siblings) -> ConvertedValue:
+    return convert_onetrainer_ema_decay(beside.get("ema_decay", 0.999), beside)
 
 
 def convert_loss_strength(value: Any, beside: Siblings, key: str) -> ConvertedValue:
@@ -181,8 +181,14 @@ def read_onetrainer_table() -> ProgramTable:
 
 
 _CONVERTERS = (
-    *(convert_resolution, convert_epochs, convert_interval, convert_balancing, convert_scheduler),
-    *(convert_timestep_distribution, convert_ema_decay, convert_use_ema, convert_loss_strength, convert_layer_filter),
+    *(convert_onetrainer_resolution, convert_epochs, convert_interval, convert_balancing, convert_scheduler),
+    *(
+        convert_timestep_distribution,
+        convert_onetrainer_ema_decay,
+        convert_onetrainer_use_ema,
+        convert_loss_strength,
+        convert_layer_filter,
+    ),
     *(convert_rank, convert_model_destination, convert_tag_dropout),
 )
 

@@ -10,15 +10,17 @@ from functools import cache
 from pathlib import Path
 
 from finitune.machine.environment import Environment
-from finitune.machine.rules import devices, packages, software, variables
+from finitune.machine.rules.devices import DEVICE_PREDICATES
+from finitune.machine.rules.packages import PACKAGE_PREDICATES
+from finitune.machine.rules.software import SOFTWARE_PREDICATES
+from finitune.machine.rules.variables import VARIABLE_PREDICATES
 from finitune.report import Finding, Level
 from finitune.rules import Rule, evaluate_rules, read_rules
 
 MACHINE_RULES_FILE = Path(__file__).with_name("rules.toml")
 MACHINE_PREDICATES = {
     predicate.__name__.removeprefix("find_"): predicate
-    for module in (devices, packages, software, variables)
-    for predicate in module.PREDICATES
+    for predicate in (*DEVICE_PREDICATES, *PACKAGE_PREDICATES, *SOFTWARE_PREDICATES, *VARIABLE_PREDICATES)
 }
 
 

@@ -50,7 +50,7 @@ def find_missing_p2p(environment: Environment) -> Iterator[Fields]:
         yield {"cards": environment.gpus, "device": names[0], "driver": driver, "variables": " ".join(variables)}
 
 
-PREDICATES = (
+DEVICE_PREDICATES = (
     find_caution,
     find_taken_gpu_memory,
     find_mixed_gpus,

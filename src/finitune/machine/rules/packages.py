@@ -134,7 +134,7 @@ def find_unmet_requirements(environment: Environment, ours: bool) -> Iterator[Fi
             }
 
 
-PREDICATES = (
+PACKAGE_PREDICATES = (
     find_package_pair,
     find_cards_below,
     find_extensions_without_kernels,

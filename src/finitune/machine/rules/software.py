@@ -127,7 +127,7 @@ def find_system_cuda_folders(environment: Environment) -> Iterator[Fields]:
         yield {"folders": len(others), "variable": "LD_LIBRARY_PATH"}
 
 
-PREDICATES = (
+SOFTWARE_PREDICATES = (
     find_no_gpu,
     find_broken_torch,
     find_duplicate_packages,

@@ -101,4 +101,4 @@ def find_single_thread(environment: Environment) -> Iterator[Fields]:
         yield {"variables": ", ".join(names), "cores": cores}
 
 
-PREDICATES = (find_variable, find_unknown_variables, find_unknown_allocator_keys, find_single_thread)
+VARIABLE_PREDICATES = (find_variable, find_unknown_variables, find_unknown_allocator_keys, find_single_thread)
