@@ -58,7 +58,6 @@ def convert_positive(value: Any, beside: Siblings) -> ConvertedValue:
 
 
 def convert_boolean(value: Any, beside: Siblings) -> ConvertedValue:
-    """True or false; as text, too."""
     words = {"true": True, "false": False}
     if isinstance(value, str) and value.lower() in words:
         note = "text in the file; read as true or false"
@@ -85,7 +84,6 @@ def convert_storage_dtype(value: Any, beside: Siblings) -> ConvertedValue:
 
 
 def convert_optimizer(value: Any, beside: Siblings) -> ConvertedValue:
-    """Our name of an optimiser, whichever library the original takes it from."""
     name = re.sub(r"^(bnb|optimi|ao|torch)[-_]|[-_](optimi|paged|bnb)$", "", str(value).lower().partition("+")[0])
     answer = read_shared_choices()["optimizer"].get(re.sub(r"[-_ ]", "", name))
     todo = "choose one of torch, pytorch-optimizer or bitsandbytes; AdamW is taken."
@@ -116,7 +114,6 @@ SHARED_CONVERTERS = (
 
 
 def build_name_part_pattern(part: str) -> str:
-    """The regular expression of whole module names that contain `part`."""
     return f".*{re.escape(part)}.*"
 
 
@@ -140,12 +137,10 @@ def build_datasets_by_resolution(
 
 
 def wrap_in_list(value: Any) -> list[Any]:
-    """A list of what may be one thing."""
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def to_whole_number(value: Any) -> Any:
-    """`value` as a whole number where it is one."""
     try:
         return int(float(value))
     except (TypeError, ValueError):

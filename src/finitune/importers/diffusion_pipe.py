@@ -103,7 +103,6 @@ def import_diffusion_pipe(
 
 
 def import_diffusion_pipe_dataset(document: Mapping[str, Any], source: Path | str) -> ImportedConfig:
-    """A dataset TOML alone: the datasets."""
     table = read_diffusion_pipe_table()
     account = ImportAccount(table.program, str(source))
     rows = table.keys.items()

@@ -87,7 +87,7 @@ def parse_foreign_json(text: str, path: Path) -> Any:
 def parse_foreign_yaml(text: str, path: Path) -> Any:
     """The document of a YAML text, by the safe loader; raises UsageError (CONFIG-SYNTAX) with line and column."""
     try:
-        if has_too_many_yaml_nodes(yaml.compose(text, Loader=yaml.SafeLoader)):
+        if _count_yaml_nodes(yaml.compose(text, Loader=yaml.SafeLoader), {}) > _MAX_YAML_NODES:
             raise make_foreign_syntax_error(path, "YAML", "its aliases stand for more values than can be meant", 1, 1)
         return restore_date_texts(yaml.safe_load(text))
     except yaml.MarkedYAMLError as error:
@@ -118,7 +118,6 @@ def restore_date_texts(value: Any) -> Any:
 def make_foreign_syntax_error(
     path: Path, language: str, what: str, line: int, column: int, remedy: str = ""
 ) -> UsageError:
-    """The error for text that breaks its language, with its place."""
     return UsageError(
         f"{path} is not {language}: {what}, line {line}, column {column}",
         code="CONFIG-SYNTAX",
@@ -173,11 +172,6 @@ def is_nested_too_deeply(text: str) -> bool:
         if depth > _MAX_BRACKET_DEPTH:
             return True
     return False
-
-
-def has_too_many_yaml_nodes(node: Any) -> bool:
-    """Whether a node of YAML stands for more values than _MAX_YAML_NODES, as nine aliases of nine aliases of ... do."""
-    return _count_yaml_nodes(node, {}) > _MAX_YAML_NODES
 
 
 def _count_yaml_nodes(node: Any, known: dict[int, float]) -> float:

@@ -108,17 +108,14 @@ def read_signatures(file: str) -> list[ConfigSignature]:
 
 
 def read_program(file: str, converters: Iterable[Callable[..., ConvertedValue]]) -> ProgramTable:
-    """A program's file, with the functions that its rows may name."""
     return parse_program(read_package_toml(get_table_path(file)), converters)
 
 
 def read_facts(file: str) -> Mapping[str, Any]:
-    """What a program's file says besides its keys."""
     return read_package_toml(get_table_path(file))["facts"]
 
 
 def get_table_path(file: str) -> Path:
-    """A program's file."""
     return Path(__file__).with_name(f"{file}.toml")
 
 
@@ -188,7 +185,6 @@ def parse_program(document: Mapping[str, Any], converters: Iterable[Callable[...
 
 
 def iterate_entries(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Each key with its group and its row."""
     for alike in document.get("alike", ()):
         entry = {name: value for name, value in alike.items() if name not in ("in", "keys")}
         yield from ((alike.get("in", ""), name, entry) for name in alike["keys"].split())
@@ -274,7 +270,6 @@ class RowReader:
         return choose
 
     def build_last_step(self, entry: Mapping[str, Any]) -> ValueConverter:
-        """The step that answers whatever the value is."""
         if "unsupported" in entry:
             return self.build_unsupported(entry)
         if fate := next((name for name in _FATE_FIELDS if name in entry), ""):

@@ -95,7 +95,6 @@ def import_kohya_flags(line: str) -> ImportedConfig:
 
 
 def make_launcher_line(name: str, value: object) -> ImportedKey:
-    """The line of a word in front of the script."""
     if name.startswith("-"):
         note = "not needed here: accelerate launch takes it in front of finitune train, too"
         return ImportedKey(f"launcher {name}", value, KeyStatus.UNSUPPORTED, "", note, KeyReason.UNNEEDED)

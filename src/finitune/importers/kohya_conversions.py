@@ -232,7 +232,6 @@ def find_kohya_algorithm(beside: Siblings) -> str:
 
 
 def convert_network_module(value: Any, beside: Siblings) -> ConvertedValue:
-    """The kind of adapter."""
     table = read_kohya_table()
     name, ours = get_network_module_name(value), find_kohya_algorithm(beside)
     family = table.facts["family_by_network_module"].get(name)
@@ -302,7 +301,6 @@ def convert_tucker(value: Any, beside: Siblings) -> ConvertedValue:
 
 @cache
 def read_kohya_table() -> ProgramTable:
-    """Every key of a training."""
     return read_program("kohya", (*SHARED_CONVERTERS, *_KOHYA_CONVERTERS))
 
 

@@ -39,7 +39,6 @@ def scan_kohya_folder(
 
 
 def list_kohya_folder(folder: Path, key: str, findings: list[Finding]) -> list[Path]:
-    """What stands in a folder, by name."""
     try:
         return sorted(folder.iterdir())
     except OSError as error:
@@ -74,7 +73,7 @@ def read_numbered_subset(entry: Path, folder: Path, is_reg: bool, findings: list
             f"Name it '1_{name}' to show each picture once in an epoch, or move it away.",
         )
         return
-    if is_looping_link(entry, folder):
+    if entry.is_symlink() and folder.resolve().is_relative_to(entry.resolve()):
         warn("DATASET-FOLDER-LOOP", f"{entry.name!r} is a link to a folder around it", "Remove the link.")
         return
     if repeats >= _SUSPICIOUS_REPEATS:
@@ -102,7 +101,6 @@ def read_numbered_subset(entry: Path, folder: Path, is_reg: bool, findings: list
 
 
 def build_subset_options(entry: Path, repeats: int, name: str, is_reg: bool) -> dict[str, Any]:
-    """A subset as a dataset TOML would have it."""
     subset: dict[str, Any] = {"image_dir": str(entry), "num_repeats": repeats}
     if name:
         subset["class_tokens"] = name
@@ -135,14 +133,6 @@ def diagnose_folder_level(
     return subsets
 
 
-def is_looping_link(entry: Path, folder: Path) -> bool:
-    """Whether a link leads back to where it stands, or above."""
-    if not entry.is_symlink():
-        return False
-    target, here = entry.resolve(), folder.resolve()
-    return target == here or target in here.parents
-
-
 def list_readable_entries(folder: Path) -> list[Path]:
     """What stands in a folder; nothing where it cannot be read."""
     try:
@@ -152,5 +142,4 @@ def list_readable_entries(folder: Path) -> list[Path]:
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a file is a picture by its name."""
     return path.suffix.lower() in _PICTURE_SUFFIXES

@@ -225,7 +225,6 @@ def translate_wandb_switch(form: KohyaGuiForm, key: str, value: Any) -> Iterator
 
 
 def translate_anima_box(form: KohyaGuiForm, key: str, value: Any) -> Iterator[TranslatedField]:
-    """The box of our model family."""
     on = value in KOHYA_TRUE_VALUES
     yield ImportedKey(key, value, KeyStatus.TAKEN, "", "Anima") if on else make_idle_line(key, value)
 

@@ -114,7 +114,6 @@ class ImportAccount:
             self.answer((*prefix, *path), value, beside, rows)
 
     def answer(self, path: ForeignKeyPath, value: object, beside: Mapping[str, Any], rows: KeyTable) -> None:
-        """The line of one leaf, and the options that follow from it."""
         row = find_key_mapping(format_key_pattern(path), rows)
         if row is None:
             self.unknown(path, value, rows)
@@ -151,7 +150,6 @@ class ImportAccount:
         options[keys[-1]] = value
 
     def get(self, place: str) -> Any:
-        """Our option, or None."""
         section, _, key = place.partition(".")
         return self.sections.get(section, {}).get(key)
 
@@ -167,7 +165,6 @@ class ImportAccount:
         self.report(Level.WARNING, "CONFIG-UNKNOWN-KEY", key, message, {"value": value}, remedy)
 
     def report(self, level: Level, code: str, key: str, message: str, evidence: dict[str, object], remedy: str) -> None:
-        """A finding about one key of the original."""
         self.findings.append(Finding(level, code, f"{self.source}: {key}", message, evidence, remedy))
 
     def report_unreadable_value(self, path: ForeignKeyPath, value: object) -> None:
@@ -177,7 +174,6 @@ class ImportAccount:
         self.report(Level.ERROR, "CONFIG-VALUE", key, message, {"value": value}, "Correct it in the original.")
 
     def report_other_family(self, key: str, family: object) -> None:
-        """Report that the configuration is for a model of another family."""
         message = f"this configuration of {self.program} trains {str(family)!r}; only Anima is trained here"
         remedy = "Give an Anima base model: the account shows what the other options would become."
         self.report(Level.ERROR, "CONFIG-OTHER-FAMILY", key, message, {"family": family}, remedy)
@@ -210,7 +206,6 @@ class ImportAccount:
             self.findings.append(Finding(Level.NOTE, "CONFIG-DEFAULTS", self.source, message, dict(absent)))
 
     def imported(self, datasets: Sequence[Mapping[str, object]]) -> ImportedConfig:
-        """The finished account."""
         document: dict[str, object] = {name: options for name, options in self.sections.items() if options}
         if datasets:
             document["datasets"] = list(datasets)

@@ -44,7 +44,6 @@ def parse_onetrainer_sizes(value: object) -> list[object]:
 
 
 def convert_onetrainer_resolution(value: Any, beside: Siblings) -> ConvertedValue:
-    """One or more sizes."""
     try:
         found = parse_onetrainer_sizes(value)
     except ValueError:
@@ -85,7 +84,6 @@ def convert_balancing(value: Any, beside: Siblings) -> ConvertedValue:
 
 
 def convert_scheduler(value: Any, beside: Siblings) -> ConvertedValue:
-    """The course of the learning rate."""
     name = str(value).lower()
     if name.startswith("cosine_with"):
         return take_value("cosine_with_restarts")
@@ -153,7 +151,6 @@ def convert_layer_filter(value: Any, beside: Siblings) -> ConvertedValue:
 
 
 def convert_rank(value: Any, beside: Siblings) -> ConvertedValue:
-    """The rank; LoKr may have one of its own."""
     if str(beside.get("peft_type", "")).upper() == "LOKR" and "lokr_dim" in beside:
         return mark_no_effect("lokr_dim counts")
     return convert_whole_number(value, beside)
@@ -216,14 +213,12 @@ def import_onetrainer(
 
 
 def import_onetrainer_concepts(document: Sequence[Any], source: Path | str) -> ImportedConfig:
-    """A file of concepts alone: the datasets."""
     account = ImportAccount(read_onetrainer_table().program, str(source))
     map_listed_elements(account, document, "concepts")
     return account.imported(build_onetrainer_datasets(account))
 
 
 def map_listed_elements(account: ImportAccount, elements: Any, name: str) -> None:
-    """The elements of a list in a file of its own."""
     for place, element in enumerate(elements or ()):
         if isinstance(element, Mapping):
             account.walk(element, read_onetrainer_table().keys, (name, place))

@@ -55,7 +55,6 @@ def rank_config_kinds(document: Any) -> list[tuple[str, list[str]]]:
 
 
 def score_config_marks(kind: str, marks: list[str]) -> int:
-    """The number of marks, those that leave no doubt counted twice."""
     sure = {mark.lstrip("*") for mark in read_config_signatures()[kind].sure}
     return sum(2 if mark in sure else 1 for mark in marks)
 
@@ -109,7 +108,6 @@ def read_foreign_config(source: str | Path) -> ImportedConfig:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; a command line may be no possible name at all."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -117,7 +115,6 @@ def is_file(path: Path) -> bool:
 
 
 def make_missing_source_error(source: str) -> FileError:
-    """The error for what is neither a file nor a command line."""
     is_there = len(source) < _MAX_SOURCE_NAME_LENGTH and Path(source).is_dir() and source
     what = "it is a folder, not a file" if is_there else "there is no such file, and it is no command line"
     shown = source if len(source) < _MAX_SOURCE_NAME_LENGTH else f"{source[:_MAX_SOURCE_NAME_LENGTH]}..."

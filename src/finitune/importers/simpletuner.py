@@ -157,7 +157,6 @@ def import_simpletuner(
 
 
 def import_simpletuner_backends(document: Sequence[Mapping[str, Any]], source: Path | str) -> ImportedConfig:
-    """A file of data backends alone: the datasets."""
     account = ImportAccount(read_simpletuner_table().program, str(source))
     map_simpletuner_backends(account, document, {})
     return account.imported(build_simpletuner_datasets(account))

@@ -257,7 +257,8 @@ SPELLINGS: tuple[AdapterSpelling, ...] = (
 )
 """In the order in which they are preferred where a file fits several."""
 
-WritableSpelling = Literal["kohya", "comfy", "diffusers", "peft"]
+SingleFileSpelling = Literal["kohya", "comfy", "diffusers"]
+WritableSpelling = Literal[SingleFileSpelling, "peft"]
 WRITABLE_SPELLINGS: tuple[WritableSpelling, ...] = get_args(WritableSpelling)
 
 WRAPPER_PREFIXES = ("base_model.model.", "module.", "_orig_mod.", "model.diffusion_model.", "model.")

@@ -64,7 +64,6 @@ class TickStep:
 
 
 def is_drawable(value: float, log: bool = False) -> bool:
-    """Whether a value has a place on an axis."""
     return math.isfinite(value) and abs(value) <= _MAX_DRAWABLE and (value >= _MIN_DRAWABLE or not log)
 
 

@@ -136,12 +136,10 @@ def render_line_chart(
 
 
 def has_drawable_points(series: Sequence[Curve], log: bool = False) -> bool:
-    """Whether any point has a place on the axes."""
     return any(is_drawable(value, log) and is_drawable(place) for line in series for place, value in line.points)
 
 
 def describe_curves(series: Sequence[Curve], log: bool = False) -> str:
-    """The chart in words."""
     said = []
     for line in series:
         values = [value for _, value in line.points if is_drawable(value, log)]

@@ -93,7 +93,6 @@ def render_range_chart(series: Sequence[RangeBar], title: str = "Largest magnitu
 
 
 def describe_ranges(series: Sequence[RangeBar]) -> str:
-    """The chart in words."""
     if not series:
         return "No site was measured."
     worst = max(series, key=lambda bar: math.inf if math.isnan(bar.amax) else bar.amax)

@@ -129,7 +129,6 @@ def build_median_curves(label: str, points: Sequence[CurvePoint]) -> list[Curve]
 
 
 def build_trouble_marks(history: TrainingHistory) -> list[ChartMark]:
-    """Signs at the steps where something happened."""
     bad = [step.step for step in history.steps if is_bad_step(step)]
     back = [one.step for one in history.returns]
     spikes = [one.step + 1 for one in history.told if one.finding.code == _SPIKE_CODE]

@@ -24,7 +24,7 @@ from finitune.namings.block_maps import renumber_family_blocks
 from finitune.namings.core import ParsedAdapter
 from finitune.namings.fused import fold_scale_into_factor
 from finitune.namings.metadata import Receipt
-from finitune.namings.spellings import get_spelling
+from finitune.namings.spellings import WritableSpelling, get_spelling
 from finitune.namings.write import AdapterFileContent, write_adapter
 from finitune.progress import Progress
 from finitune.report import Level, Report
@@ -37,8 +37,6 @@ from finitune.verbs.shared.adapters import (
 from finitune.verbs.shared.model import DEFAULT_OUTPUT_FOLDER
 from finitune.verbs.shared.options import AdapterFileDtype, AmbiguityRequest, OutPath
 
-TargetSpelling = Literal["kohya", "comfy", "diffusers", "peft"]
-
 
 @dataclass(frozen=True)
 class Request(AmbiguityRequest):
@@ -47,7 +45,7 @@ class Request(AmbiguityRequest):
     file: Path
     """An adapter file, or a PEFT folder."""
     _: KW_ONLY
-    to: TargetSpelling
+    to: WritableSpelling
     """The spelling to write."""
     out: OutPath = None
     """The file to write; for `peft` a folder."""
@@ -72,7 +70,6 @@ class Request(AmbiguityRequest):
     for `--as lora` of GLoRA, IA3 and OFT."""
 
     def target(self) -> Path:
-        """Where to write."""
         stem = self.file.name.removesuffix(".safetensors")
         name = f"{stem}-{self.to}" + ("" if self.to == "peft" else ".safetensors")
         return self.out or DEFAULT_OUTPUT_FOLDER / name
@@ -182,7 +179,7 @@ def convert_algorithm(adapter: AdapterSet, model: TargetModel, request: Request)
     return AdapterConversion(AdapterSet(sites, embeddings), AdapterSet(references, embeddings), klass, error)
 
 
-def needs_base_weight(adapter: SiteAdapter, to: TargetSpelling) -> bool:
+def needs_base_weight(adapter: SiteAdapter, to: WritableSpelling) -> bool:
     """Whether a LoRA of the change can be had from the base weight alone.
 
     So it is for algorithms that are not additive, and for DoRA magnitudes of the inputs where the target has no place
@@ -222,7 +219,6 @@ def require_dtype_keeps_values(written: AdapterFileContent, request: Request, re
 
 
 def encode_converted_adapter(change: AdapterConversion, source: OpenedAdapter, request: Request) -> AdapterFileContent:
-    """The content of the new file."""
     adapter, reading = change.adapter, source.reading
     if request.portable:
         adapter = AdapterSet(

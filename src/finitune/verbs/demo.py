@@ -64,7 +64,6 @@ class DemoTraining:
     loads: dict[str, str]
 
     def figures(self) -> dict[str, object]:
-        """The numbers of the training that the demo tells."""
         figures = self.history.figures()
         names = ("steps", "seconds_per_step", "non_finite_steps", "validation_loss_first", "validation_loss")
         return {f"training_{name}": figures[name] for name in names if name in figures}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from finitune.generation.draw import (
     CallRecording,
@@ -21,7 +20,7 @@ from finitune.generation.draw import (
 from finitune.generation.picture import save_picture
 from finitune.generation.picture_quality import judge_picture
 from finitune.generation.planning import draw_in_precision
-from finitune.generation.precisions import RunningModel, open_in_precision
+from finitune.generation.precisions import open_in_precision
 from finitune.generation.settings import PictureSettings
 from finitune.models.loaded import LoadedModel
 from finitune.numerics.compare import psnr_db
@@ -79,7 +78,7 @@ def diagnose_picture(
         stages = collect_stages(parts, recording, drawing, settings.steps)
         report.tables.append(build_stage_table(stages))
         bad = next((stage for stage in stages if not stage.finite), None)
-        origin = None if bad is None else find_stage_origin(running, bad)
+        origin = bad and find_first_fault_origin(running.modules[bad.component], bad.call, bad.number)
     verdict = judge_picture(drawing.latents, drawing.pixels, remedy="See the origin below.")
     report.figures.update(precision=precision, **verdict.figures())
     _keep(request, report, "asked", drawing, good=verdict.good)
@@ -87,11 +86,13 @@ def diagnose_picture(
         _judge_finite_run(parts, settings, drawing, report, progress)
         return parts, drawing
     report.findings.extend(verdict.findings)
-    finite, ranges = replay_stage_in_fp32(parts, bad)
+    module = parts.module(bad.component)
+    with hold_parameters_in(module, torch.float32), probe(module, parts.fingerprint) as ranges:
+        found = collect_call_outputs(module, cast_call_inputs([bad.call], torch.float32))
     if request.out:
         ranges.save(request.out / "ranges.json")
         report.artifacts["ranges"] = str(request.out / "ranges.json")
-    if finite:
+    if is_output_finite(found):
         report.tables.append(build_overflow_table(ranges))
         _blame(bad, origin, report)
         _cure(request, parts, settings, report, progress)
@@ -111,12 +112,12 @@ def collect_stages(
             calls = [build_decode_call(parts, drawing.latents)]
         for number, (call, output) in enumerate(zip(calls, recording.outputs.get(one.name, []), strict=True)):
             step = number * steps // len(calls) if one.name == parts.denoiser else 0
-            stages.append(DiagnosisStage(one.name, number, step, call, bool(output.isfinite().all()), _amax(output)))
+            largest = float(output.float().abs().max())
+            stages.append(DiagnosisStage(one.name, number, step, call, bool(output.isfinite().all()), largest))
     return stages
 
 
 def build_stage_table(stages: list[DiagnosisStage]) -> Table:
-    """One row per component: its calls, how many were finite, the largest output."""
     rows = []
     for component in dict.fromkeys(stage.component for stage in stages):
         own = [stage for stage in stages if stage.component == component]
@@ -124,19 +125,6 @@ def build_stage_table(stages: list[DiagnosisStage]) -> Table:
         finite = sum(stage.finite for stage in own)
         rows.append((component, str(len(own)), str(finite), first, f"{max(s.amax for s in own):.4g}"))
     return Table("stages", ("stage", "calls", "finite", "first bad call", "largest output"), tuple(rows))
-
-
-def find_stage_origin(running: RunningModel, stage: DiagnosisStage) -> FaultOrigin | None:
-    """The operation that made the first non-finite number of a stage, in the precision of the run."""
-    return find_first_fault_origin(running.modules[stage.component], stage.call, stage.number)
-
-
-def replay_stage_in_fp32(parts: LoadedModel, stage: DiagnosisStage) -> tuple[bool, Ranges]:
-    """Run a stage in fp32 from the inputs that it was given: is its output finite, and how large does it get inside?"""
-    module = parts.module(stage.component)
-    with hold_parameters_in(module, torch.float32), probe(module, parts.fingerprint) as ranges:
-        found = collect_call_outputs(module, cast_call_inputs([stage.call], torch.float32))
-    return is_output_finite(found), ranges
 
 
 def build_overflow_table(ranges: Ranges) -> Table:
@@ -232,12 +220,7 @@ def _cure(
 
 
 def _keep(request: Request, report: Report, name: str, drawing: DrawnPictures, *, good: bool) -> None:
-    """Save a picture as evidence, where a folder for it was given."""
     if request.out:
         metadata: dict[str, object] = {"prompt": request.prompt, "seed": request.seed, "picture": name}
         path = save_picture(request.out / f"{name}.png", drawing.pixels[0], metadata, good=good)
         report.artifacts[name] = str(path)
-
-
-def _amax(output: Tensor) -> float:
-    return float(output.float().abs().max())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Literal
 
 from finitune.errors import ModelError, UsageError
 from finitune.merging.adapterfile import (
@@ -20,6 +19,7 @@ from finitune.merging.base_model import open_merge_base
 from finitune.merging.combine import RankLimit
 from finitune.merging.extract import ExtractionOptions, ExtractionResult, extract_adapter, list_unpaired_tensors
 from finitune.merging.pairing import PairableCheckpoint, assign_family, find_model_spec, open_pairable_checkpoint
+from finitune.namings.spellings import SingleFileSpelling
 from finitune.progress import Progress
 from finitune.report import Level, Report
 from finitune.verbs.resize import require_rank_cut
@@ -42,7 +42,7 @@ class Request(RankOptions):
     _: KW_ONLY
     out: OutPath = None
     """The file to write."""
-    to: Literal["kohya", "comfy", "diffusers"] = "kohya"
+    to: SingleFileSpelling = "kohya"
     """The spelling to write."""
     dtype: AdapterFileDtype | None = None
     """The dtype of factors; fp32 if left out."""
@@ -54,7 +54,6 @@ class Request(RankOptions):
     """Store whole what no LoRA can hold (embeddings and the like)."""
 
     def target(self) -> Path:
-        """Where to write."""
         wish = f"rank{self.rank}" if self.rank is not None else f"energy{self.energy:g}"
         return self.out or DEFAULT_OUTPUT_FOLDER / f"{self.tuned.name.split('.safetensors')[0]}-{wish}.safetensors"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from finitune import __version__
 from finitune.files.writer import make_read_back_error
-from finitune.generation.draw import DrawnPictures, draw_picture_batch
+from finitune.generation.draw import draw_picture_batch
 from finitune.generation.picture import read_picture_metadata, save_picture
 from finitune.generation.picture_quality import judge_picture
 from finitune.generation.planning import calibrate_model, draw_in_precision, make_model_plan, recheck_model_plan
@@ -77,11 +77,16 @@ def draw_checked_picture(request: Request, report: Report, progress: Progress | 
     report.findings.extend(verdict.findings)
     report.figures.update(precision=precision, **verdict.figures(), guard_trips=len(running.guard.trips))
     if request.model in SHIPPED_MODELS and precision == "planned-half":
-        report.figures.update(compare_picture_with_bf16(parts, settings, drawing, progress))
+        others = {name: draw_in_precision(parts, name, [settings], progress=progress) for name in ("fp32", "bf16")}
+        report.figures.update(compute_fp32_distances({"planned-half": drawing, **others}))
     metadata = build_picture_metadata(request, precision, parts.fingerprint, plan)
     if worn:
         metadata |= {"adapters": worn.receipts, "merged_first": request.merge_first}
-    report.artifacts["picture"] = str(_save(request.out, drawing, metadata, good=verdict.good))
+    out = request.out or DEFAULT_OUTPUT_FOLDER / "{model}-{precision}-{seed}.png".format(**metadata)
+    written = save_picture(out, drawing.pixels[0], metadata, good=verdict.good)
+    if read_picture_metadata(written) != metadata:
+        raise make_read_back_error(written, "Check the disk, and write the picture elsewhere: --out FILE")
+    report.artifacts["picture"] = str(written)
 
 
 def prepare_generation(
@@ -176,14 +181,6 @@ def choose_generation_precision(request: DrawingOptions, report: Report) -> str:
     return advice.compute
 
 
-def compare_picture_with_bf16(
-    parts: LoadedModel, settings: PictureSettings, drawing: DrawnPictures, progress: Progress | None
-) -> dict[str, object]:
-    """Distance of this picture, and of bf16's, to the one that fp32 draws."""
-    others = {name: draw_in_precision(parts, name, [settings], progress=progress) for name in ("fp32", "bf16")}
-    return compute_fp32_distances({"planned-half": drawing, **others})
-
-
 def build_picture_metadata(
     request: Request, precision: str, fingerprint: str, plan: PrecisionPlan | None
 ) -> dict[str, object]:
@@ -201,11 +198,3 @@ def build_picture_metadata(
         "plan": plan.dumps() if plan else None,
         "finitune": __version__,
     }
-
-
-def _save(out: Path | None, drawing: DrawnPictures, metadata: dict[str, object], *, good: bool) -> Path:
-    out = out or DEFAULT_OUTPUT_FOLDER / "{model}-{precision}-{seed}.png".format(**metadata)
-    written = save_picture(out, drawing.pixels[0], metadata, good=good)
-    if read_picture_metadata(written) != metadata:
-        raise make_read_back_error(written, "Check the disk, and write the picture elsewhere: --out FILE")
-    return written

@@ -283,7 +283,6 @@ def is_adapter_file(path: Path) -> bool:
 
 
 def merge_into_adapter(request: Request, report: Report) -> None:
-    """The sum of adapters, as an adapter."""
     first = NamedAdapter.parse(request.model)
     files = tuple((one.file, one.strength) for one in [first, *request.named()])
     combination = CombineRequest(

@@ -155,9 +155,14 @@ def judge_plan_proof(report: Report, proof: PlanProof, headroom_bits: float) -> 
 
 
 def build_proof_tables(proof: PlanProof) -> list[Table]:
-    """The plan's lines and the certificates, for a person."""
     lines = [
-        (component, line.site, line.out if line.kind == "product" else "island", _exponent(line.exponent), line.reason)
+        (
+            component,
+            line.site,
+            line.out if line.kind == "product" else "island",
+            "measured" if line.exponent is None else str(line.exponent),
+            line.reason,
+        )
         for component, plan in proof.plan.components.items()
         for line in plan.lines
     ]
@@ -192,7 +197,3 @@ def read_prompt_file(path: Path) -> list[str]:
             remedy="One prompt per line, UTF-8.",
         )
     return prompts
-
-
-def _exponent(exponent: int | None) -> str:
-    return "measured" if exponent is None else str(exponent)

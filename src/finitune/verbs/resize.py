@@ -42,7 +42,6 @@ class Request(RankOptions, AmbiguityRequest):
     """Leave tensors out that have no place."""
 
     def target(self) -> Path:
-        """Where to write."""
         wish = f"rank{self.rank}" if self.rank is not None else f"energy{self.energy:g}"
         return self.out or DEFAULT_OUTPUT_FOLDER / f"{self.file.name.removesuffix('.safetensors')}-{wish}.safetensors"
 

@@ -203,7 +203,6 @@ def compare_states(first: Path, second: Path) -> StateDifference:
 
 
 def flatten_run_state(state: RunState) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a state by name, and all else in it by name as JSON."""
     tensors: dict[str, Tensor] = {}
     parts = {part: encode_state_tree(getattr(state, part), part, tensors) for part in _COMPARED_STATE_PARTS}
     facts = {f"{part}/{key}": value for part, facts in parts.items() for key, value in (facts or {}).items()}
@@ -211,7 +210,6 @@ def flatten_run_state(state: RunState) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def has_same_bits(ours: Tensor | None, theirs: Tensor | None) -> bool:
-    """Whether two tensors are of one kind and hold the same bits."""
     if ours is None or theirs is None or ours.dtype != theirs.dtype or ours.shape != theirs.shape:
         return False
     return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (ours, theirs)))

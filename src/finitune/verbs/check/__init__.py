@@ -145,7 +145,12 @@ def join_check_sections(sections: Sequence[CheckSection], report: Report) -> Non
     for one in sections:
         name, findings = str(one.path), one.report.findings
         report.findings += [add_path_to_finding(finding, name) for finding in findings if finding not in seen]
-        seen += [finding for finding in findings if finding.code in _GPU_FINDING_CODES or has_file_subject(finding)]
+        seen += [
+            finding
+            for finding in findings
+            if finding.code in _GPU_FINDING_CODES
+            or (Path(finding.subject).is_absolute() and Path(finding.subject).exists())
+        ]
         report.tables += [
             Table(f"{one.path.name}: {table.title}", table.columns, table.rows) for table in one.report.tables
         ]
@@ -160,10 +165,6 @@ def add_path_to_finding(finding: Finding, path: str) -> Finding:
     if path in finding.subject or finding.code in _GPU_FINDING_CODES:
         return finding
     return replace(finding, subject=f"{path}: {finding.subject}" if finding.subject else path)
-
-
-def has_file_subject(finding: Finding) -> bool:
-    return Path(finding.subject).is_absolute() and Path(finding.subject).exists()
 
 
 def check_model_family(path: Path, request: Request, report: Report, progress: Progress) -> None:

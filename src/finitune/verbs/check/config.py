@@ -19,7 +19,6 @@ from finitune.errors import FileError, FinituneError
 from finitune.importers.recognise import is_file
 from finitune.models import SHIPPED_MODELS
 from finitune.models.loaded import find_loaded_class
-from finitune.models.spec import ModelSpec
 from finitune.namings.resolve import Resolver
 from finitune.progress import Progress
 from finitune.report import Finding, Level, Report, Table
@@ -142,14 +141,11 @@ def check_sites(preset: Path | None, config: TrainConfig, request: Request, repo
     check_kernel_options(config, sites, report)
     check_lokr_factor(config, sites, report)
     if preset is not None:
-        report.findings += check_lycoris_preset(preset, list_adaptable_names(sites, family), family)
-
-
-def list_adaptable_names(sites: SiteSelection, family: ModelSpec) -> list[str]:
-    """The original names of all modules that could have an adapter."""
-    resolver = Resolver.of_model(family)
-    others = (site.partition(".") for site in sites.left_out)
-    return [one.original for one in sites.chosen] + [resolver.native_name(c, name) or name for c, _, name in others]
+        resolver = Resolver.of_model(family)
+        others = (site.partition(".") for site in sites.left_out)
+        names = [one.original for one in sites.chosen]
+        names += [resolver.native_name(component, name) or name for component, _, name in others]
+        report.findings += check_lycoris_preset(preset, names, family)
 
 
 def check_kernel_options(config: TrainConfig, sites: SiteSelection, report: Report) -> None:

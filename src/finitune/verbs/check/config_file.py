@@ -84,7 +84,6 @@ def open_checked_config(path: Path, request: Request, report: Report) -> OpenedC
 
 
 def is_foreign_config(path: Path) -> bool:
-    """Whether a file is the configuration of another program, for sure."""
     try:
         text = read_foreign_text(path)
     except FinituneError:
@@ -248,7 +247,6 @@ def find_nearest_option(where: tuple[str | int, ...], text: str) -> str | None:
 
 
 def is_valid_option_value(text: str, where: tuple[str | int, ...]) -> bool:
-    """Whether what stands at a path of a TOML of ours is a value for that option."""
     inspection = ConfigInspection("", locate_nothing, tomlkit.parse(text).unwrap())
     inspection.config()
     return where not in inspection.refused

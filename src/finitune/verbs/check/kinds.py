@@ -183,7 +183,6 @@ def detect_folder_kind(folder: Path) -> PathKind:
 
 
 def is_component_folder(folder: Path) -> bool:
-    """Whether a folder is a component of a diffusers model: weights and their configuration."""
     return (
         folder.is_dir()
         and any((folder / name).is_file() for name in ("config.json", "scheduler_config.json"))
@@ -192,7 +191,6 @@ def is_component_folder(folder: Path) -> bool:
 
 
 def make_unchecked_text_error(path: Path, start: bytes, size: int) -> FileError:
-    """The error for text that is neither a configuration nor a workflow nor a plan."""
     told = make_not_safetensors_error(path, start, size)
     if told.code != "FILE-TEXT":
         return told

@@ -180,5 +180,4 @@ def report_fp16_losses(
 
 
 def index_model_tensors(opened: MergeBase) -> dict[str, BaseTensorKey]:
-    """The tensors by the names that the report gives them: component, then name."""
     return {f"{key.file}.{key.name}" if key.file else key.name: key for key in opened}

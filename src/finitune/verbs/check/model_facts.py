@@ -126,7 +126,8 @@ def report_misplaced_parts(opened: MergeBase, report: Report) -> None:
     """An error where a folder of a model holds another part of it, a warning where a file's name says another."""
     known = {part.component for family in MODEL_FAMILIES for part in family.parts}
     for component, file in opened.files.items():
-        called = component or find_part_in_name(file.path.name)
+        named = [part for part in ("vae", "text_encoder", "transformer") if part in file.path.name.lower()]
+        called = component or (named[0] if len(named) == 1 else "")
         part = None if has_adapter_names(file) else find_file_part(file, MODEL_FAMILIES)
         if called not in known or part is None or part.component == called:
             continue
@@ -139,12 +140,6 @@ def report_misplaced_parts(opened: MergeBase, report: Report) -> None:
             called=called,
             holds=part.title,
         )
-
-
-def find_part_in_name(name: str) -> str:
-    """The part that a file's name speaks of; "" where it speaks of none or of several."""
-    found = [part for part in ("vae", "text_encoder", "transformer") if part in name.lower()]
-    return found[0] if len(found) == 1 else ""
 
 
 def report_model_parts(opened: MergeBase, report: Report) -> None:

@@ -56,7 +56,6 @@ class GpuForecast:
     reasons: tuple[str, ...]
 
     def table(self) -> Table:
-        """The lines for a person."""
         rows = tuple(
             (one.precision, one.verdict, format_gibibytes(one.weight_bytes), one.why, one.evidence)
             for one in self.lines
@@ -64,7 +63,6 @@ class GpuForecast:
         return Table("precision", (f"on {self.card.name}", *_FORECAST_COLUMNS), rows)
 
     def figures(self) -> dict[str, object]:
-        """The same for a program."""
         return {
             "gpu": self.card.name,
             "gpu_memory_bytes": self.card.total_memory_bytes,

@@ -114,7 +114,6 @@ def apply_fixes(mendings: Sequence[FileFix], request: Request) -> list[Finding]:
 
 
 def back_up_file(path: Path) -> Path:
-    """A copy of a file as NAME.orig; one that is there already is never written over."""
     names = (path.with_name(f"{path.name}{BACKUP_SUFFIX}{n or ''}") for n in count())
     copy = next(name for name in names if not name.exists())
     shutil.copy2(path, copy)

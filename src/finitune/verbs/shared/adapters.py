@@ -107,7 +107,6 @@ def collect_loader_verdicts(reading: ParsedAdapter) -> dict[str, str]:
 
 
 def build_loader_verdict_table(reading: ParsedAdapter) -> Table:
-    """The same for a person, with the reasons."""
     rows = tuple((one.loader, one.verdict.value, one.reason) for one in predict_all_loaders(reading))
     return Table("loads", ("program", "loads", "why"), rows)
 

@@ -69,7 +69,6 @@ def format_model_name(choice: ModelChoice) -> str:
 
 
 def get_default_picture_size(choice: ModelChoice) -> str:
-    """The size that the model draws best."""
     if choice.model in SHIPPED_MODELS:
         side = SHIPPED_MODELS[choice.model].picture_side
     else:
