@@ -220,7 +220,9 @@ def find_kohya_datasets(
     subsets: list[dict[str, Any]] = []
     for key in ("train_data_dir", "reg_data_dir"):
         if is_kohya_value_given(flat, key):
-            folder = resolve_named_folder(str(flat[key]), source)
+            name = str(flat[key])
+            here, beside = Path(name).expanduser() if name.startswith("~/") else Path(name), source.parent / name
+            folder = beside if beside.is_dir() and not here.is_dir() else here
             part, findings = scan_kohya_folder(folder, {}, is_reg=key == "reg_data_dir")
             book.findings.extend(findings)
             subsets += [{**subset, **mask} for dataset in part["datasets"] for subset in dataset["subsets"]]
@@ -273,12 +275,6 @@ def find_imported_family(flat: Mapping[str, Any], family: str) -> str:
         return "FLUX.1 or Stable Diffusion 3"
     form = str(flat.get("model_train_type", "anima"))
     return "" if form.startswith("anima") else form
-
-
-def resolve_named_folder(name: str, source: Path) -> Path:
-    """A folder from where the command runs, or beside the file that names it."""
-    here, beside = Path(name).expanduser() if name.startswith("~/") else Path(name), source.parent / name
-    return beside if beside.is_dir() and not here.is_dir() else here
 
 
 def find_named_file(name: str, source: Path, key: str, code: str) -> Path:

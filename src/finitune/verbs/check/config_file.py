@@ -243,10 +243,8 @@ def find_nearest_option(where: tuple[str | int, ...], text: str) -> str | None:
         return None
     line = find_key_line(text, name)
     mended = rename_toml_key(text, line, where, near[0]) if line else None
-    return near[0] if mended and is_valid_option_value(mended, (*where[:-1], near[0])) else None
-
-
-def is_valid_option_value(text: str, where: tuple[str | int, ...]) -> bool:
-    inspection = ConfigInspection("", locate_nothing, tomlkit.parse(text).unwrap())
+    if not mended:
+        return None
+    inspection = ConfigInspection("", locate_nothing, tomlkit.parse(mended).unwrap())
     inspection.config()
-    return where not in inspection.refused
+    return None if (*where[:-1], near[0]) in inspection.refused else near[0]
