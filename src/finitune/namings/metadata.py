@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -226,18 +226,14 @@ def build_family_texts(source: Mapping[str, str], family: ModelSpec) -> dict[str
     texts = {"modelspec.sai_model_spec": source.get("modelspec.sai_model_spec", MODELSPEC_VERSION)}
     if facts.architecture:
         texts["modelspec.architecture"] = facts.architecture
-    prediction = source.get("modelspec.prediction_type")
-    texts["modelspec.prediction_type"] = correct_prediction_type(prediction, facts.prediction_type)
+    prediction, noise = source.get("modelspec.prediction_type", ""), ("epsilon", "v", "v_prediction")
+    # A file may say noise or v where its family does either, but not of a flow model.
+    kept = prediction in noise and facts.prediction_type in noise
+    texts["modelspec.prediction_type"] = prediction if kept else facts.prediction_type
     stated = source.get("ss_base_model_version")
     if facts.base_model_versions and stated not in facts.base_model_versions:
         texts["ss_base_model_version"] = facts.base_model_versions[0]
     return texts
-
-
-def correct_prediction_type(stated: str | None, family: str) -> str:
-    """What the model predicts: a file may say noise or v where its family does either, but not of a flow model."""
-    noise = ("epsilon", "v", "v_prediction")
-    return stated if stated in noise and family in noise else family
 
 
 def add_kohya_hashes(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -256,18 +252,12 @@ def compute_kohya_hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
     texts = {key: text for key, text in metadata.items() if key.startswith("ss_")}
     header = encode_header({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}, texts)
     whole, window, position = hashlib.sha256(), hashlib.sha256(), 0
-    for chunk in iterate_file_chunks(header, tensors, names):
+    for chunk in itertools.chain([header], (get_tensor_bytes(tensors[name]) for name in names)):
         if position:  # the header is the first chunk, and no part of the model's hash
             whole.update(chunk)
         window.update(chunk[max(_LEGACY_HASH_BEGIN - position, 0) : max(_LEGACY_HASH_END - position, 0)])
         position += len(chunk)
     return {"sshs_model_hash": whole.hexdigest(), "sshs_legacy_hash": window.hexdigest()[:_LEGACY_HASH_DIGITS]}
-
-
-def iterate_file_chunks(header: bytes, tensors: Mapping[str, Tensor], names: list[str]) -> Iterator[bytes | memoryview]:
-    yield header
-    for name in names:
-        yield get_tensor_bytes(tensors[name])
 
 
 def compute_kohya_file_hash(file: TensorFile) -> str:
