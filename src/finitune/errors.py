@@ -67,8 +67,7 @@ class PlanError(FinituneError):
 
 def suggest_nearest_name(name: str, known: Iterable[str]) -> str:
     """' Did you mean ...?' for the known name nearest to `name`, or '' where none is near."""
-    from rapidfuzz import fuzz, process
+    from rapidfuzz import process
 
-    near = process.extract(name, list(known), score_cutoff=60, limit=None)
-    best = max(near, key=lambda match: (match[1], fuzz.ratio(name, match[0])), default=None)  # of equals, the likest
-    return f" Did you mean {best[0]!r}?" if best else ""
+    match = process.extractOne(name, list(known), score_cutoff=60)
+    return f" Did you mean {match[0]!r}?" if match else ""
