@@ -11,7 +11,7 @@ import math
 import re
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -76,9 +76,10 @@ def parse_arguments(
         for place, (name, value) in enumerate(items.items()):
             add_mapping_argument(reading, place, str(name), value)
     else:
-        texts = split_shell_quoted(items) if isinstance(items, str) else list(items)
+        whole = items if isinstance(items, (str, Iterable)) else str(items)  # another program's may be one number
+        texts = split_shell_quoted(whole) if isinstance(whole, str) else list(whole)
         for place, text in join_bracketed_items(reading, texts):
-            for part in split_argument_text(reading, place, text, quietly=isinstance(items, str)):
+            for part in split_argument_text(reading, place, text, quietly=isinstance(whole, str)):
                 parse_argument_item(reading, place, part)
     wrong = [finding for finding in reading.findings if finding.level is Level.ERROR]
     if wrong:
