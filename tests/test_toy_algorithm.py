@@ -117,6 +117,7 @@ assert report.ok and report.figures["algorithms"] == {"toy": 1}, report.figures
 
 assert "toy" in list_algorithms(trainable=True)
 NetworkSection(algorithm="toy")
+torch.manual_seed(0)
 layer = nn.Module()
 layer.a = nn.Linear(6, 4)
 start = create_adapter(Target(layer.a.weight, rank=2, alpha=1.0), "toy", generator)
@@ -132,8 +133,8 @@ with attach_adapters(layer, {"a": start}, trainable=True) as model:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
-    assert losses[-1] < 0.95 * losses[0], losses
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] - 0.02, losses
 print("known everywhere")
 """
 
