@@ -39,6 +39,8 @@ from finitune.machine.distributed_probe import (
 )
 
 CHECKED_ELEMENTS = 4099  # of a checked sum: a prime, so that no process has a whole number of turns
+_AFTER_JUDGEMENT_S = 30.0
+"""A process waits longer than the probe, which says who is late: its own time-out would only say that it waited."""
 
 
 @dataclass
@@ -134,7 +136,8 @@ def run_peer(folder: Path, kind: str, limit_s: float, pretend: PeerPretence) -> 
     torch.set_num_threads(1)
     rank, world = processes.read_rank(), processes.read_world_size()
     device = torch.device("cuda", rank % max(1, torch.cuda.device_count())) if kind == "cuda" else torch.device("cpu")
-    peer = Peer(rank, world, device, timedelta(seconds=limit_s), pretend.get("identity", ""))
+    patience = timedelta(seconds=limit_s + _AFTER_JUDGEMENT_S)
+    peer = Peer(rank, world, device, patience, pretend.get("identity", ""))
     with (folder / f"{rank}.jsonl").open("w", encoding="utf-8", buffering=1) as told:
         told.write(json.dumps({"stage": STARTED_STAGE}) + "\n")
         for stage, work in peer.list_stages():
