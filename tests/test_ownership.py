@@ -78,6 +78,11 @@ def test_every_algorithm_states_all_traits(algorithm: AdapterAlgorithm):
         assert scaled and all(term & scaled for term in algorithm.terms)
 
 
+@pytest.mark.parametrize("algorithm", ADAPTER_ALGORITHMS, ids=lambda one: one.name)
+def test_who_has_a_name_in_peft_has_a_configuration_there(algorithm: AdapterAlgorithm):
+    assert bool(algorithm.peft_type) == (type(algorithm).peft_config is not AdapterAlgorithm.peft_config)
+
+
 def test_what_is_spelled_alike_has_one_meaning():
     texts = [suffix.text for suffix in ADAPTER_SUFFIXES]
     assert len(set(texts)) == len(texts)

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "finitune"
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "finitune"
 
 TOY = '''
 """Toy: dW = s * outer(left, right)."""
@@ -51,12 +52,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from finitune.adapters import AdapterSet, SiteAdapter, Target, list_algorithms
+from finitune.adapters import AdapterSet, SiteAdapter, list_algorithms
 from finitune.adapters.convert import convert_adapter_to_lora
 from finitune.adapters.layer import attach_adapters, merge_into_weights
-from finitune.adapters.new import create_adapter
 from finitune.adapters.weight import compute_adapted_weight
-from finitune.config.schema import NetworkSection, OptimizerSection
 from finitune.files.tensorfile import TensorFile
 from finitune.files.writer import save_tensors
 from finitune.merging.combine import combine_adapters
@@ -64,8 +63,8 @@ from finitune.models import MODEL_FAMILIES
 from finitune.namings.loaders import predict_all_loaders
 from finitune.namings.read import read_adapter
 from finitune.namings.write import write_adapter
-from finitune.training.optimizers import build_param_groups
 from finitune.verbs.check import Request, run
+from tests.training_made import Playground, put_pictures
 
 family = next(one for one in MODEL_FAMILIES if one.name == "sd15")
 name = "down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q"
@@ -116,25 +115,15 @@ report = run(Request((Path("toy.safetensors"),)))
 assert report.ok and report.figures["algorithms"] == {"toy": 1}, report.figures
 
 assert "toy" in list_algorithms(trainable=True)
-NetworkSection(algorithm="toy")
-torch.manual_seed(0)
-layer = nn.Module()
-layer.a = nn.Linear(6, 4)
-start = create_adapter(Target(layer.a.weight, rank=2, alpha=1.0), "toy", generator)
-target, x = torch.randn(16, 4, generator=generator), torch.randn(16, 6, generator=generator)
-with attach_adapters(layer, {"a": start}, trainable=True) as model:
-    named = list(model.a.held.named_parameters())
-    settings = OptimizerSection(learning_rate=0.05, loraplus_lr_ratio=2.0)
-    groups = build_param_groups(named, settings, lambda _: None, "toy")
-    assert sorted(group["lr"] for group in groups) == [0.05, 0.1]
-    optimizer, losses = torch.optim.SGD(groups), []
-    for _ in range(30):
-        loss = (model.a(x) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < losses[0] - 0.02, losses
+playground = Playground(Path.cwd(), Path("cache"))
+put_pictures(playground.pictures)
+few = {"algorithm": "toy", "only_patterns": ["transformer_blocks.0.attn1.*"]}
+outcome = playground.train(network=few, optimizer={"learning_rate": 2e-2, "loraplus_lr_ratio": 2.0})
+assert outcome.report.ok and outcome.reason == "done", outcome.codes
+first, last = outcome.validation
+assert last < first, (first, last)
+trained = run(Request((outcome.paths["kohya"],), model="pico-anima"))
+assert trained.ok and trained.figures["algorithms"] == {"toy": 4}, trained.figures
 print("known everywhere")
 """
 
@@ -152,7 +141,7 @@ def test_an_algorithm_is_one_file_and_one_line(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-c", USE],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(copy.parent)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(copy.parent), str(ROOT)))},
         capture_output=True,
         text=True,
     )

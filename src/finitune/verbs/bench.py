@@ -37,6 +37,8 @@ _PROGRESS_BAR = "attention"
 BENCH_CPU_TIME_LIMIT_S = 8.0
 _GPU_TIME_LIMIT_S = 120.0
 _OWN_BACKEND_PREFIX = "finitune"
+BENCH_FAMILIES = tuple(family.name for family in MODEL_FAMILIES if family.attention)
+"""The families whose attentions are known."""
 _WORTHWHILE_TIME_SHARE = 0.8
 """Only what takes less than this share of the time of torch's own choice is worth choosing by hand."""
 
@@ -48,7 +50,7 @@ class Request:
     what: Literal["attention"] = "attention"
     """What to measure."""
     _: KW_ONLY
-    model: Literal["anima", "sdxl", "flux"] = "anima"
+    model: Literal[BENCH_FAMILIES] = BENCH_FAMILIES[0]  # pyright: ignore[reportInvalidTypeForm]
     """The model whose layers are measured."""
     size: str = "1024x1024"
     """WIDTHxHEIGHT in pixels."""
