@@ -15,6 +15,7 @@ from finitune.adapters.core import MagnitudeSide
 from finitune.adapters.dora import compute_weight_norms
 from finitune.adapters.weight import combine_adapted_weight, compute_adapted_weight, compute_weight_delta
 from finitune.errors import AdapterError
+from finitune.namings.fused import fold_scale_into_factor, multiply_change
 from tests.adapters_made import ExactProducts, Options, fresh_adapter, random_adapter, random_base
 
 LINEAR, CONV, NORM = (16, 24), (16, 8, 3, 3), (16,)
@@ -113,6 +114,18 @@ def test_additive_means_that_the_base_does_not_matter(case: Case):
     base, adapter = case.made()
     one, other = (find_algorithm(case.name).delta(adapter, b.double()) for b in (base, random_base(case.shape, seed=9)))
     assert torch.equal(one, other) == find_algorithm(case.name).additive
+
+
+@every_plain_case
+def test_a_scale_that_is_folded_into_the_factors_is_the_same_change(case: Case):
+    base, adapter = case.made()
+    wide = base.double()
+    change = compute_weight_delta(wide, adapter)
+    folded = fold_scale_into_factor(adapter)
+    assert find_algorithm(case.name).scale(folded) == 1.0 or find_algorithm(case.name).rank(adapter) is None
+    assert relative(compute_weight_delta(wide, folded), change) < 1e-6
+    if find_algorithm(case.name).alpha_means == "scale":
+        assert relative(compute_weight_delta(wide, multiply_change(adapter, -0.3)), -0.3 * change) < 1e-6
 
 
 @every_case

@@ -52,6 +52,12 @@ def test_dat_01_a_caption_that_is_not_utf8_is_named_with_its_byte(tmp_path: Path
     assert path.read_bytes() == data
 
 
+def test_dat_01_a_byte_is_counted_from_the_beginning_of_the_file(tmp_path: Path):
+    with pytest.raises(FileError) as error:
+        read_caption(written(tmp_path / "a.txt", b"\xef\xbb\xbfgirl\x92s hat"))
+    assert error.value.evidence["at_byte"] == 7
+
+
 def test_dat_01_bytes_of_no_encoding_and_long_ones(tmp_path: Path):
     with pytest.raises(FileError) as error:
         read_caption(written(tmp_path / "a.txt", b"\xff\x00\x81"))
