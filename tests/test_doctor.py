@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finitune.errors import UsageError
-from finitune.machine.environment import Environment
+from finitune.machine.environment import Environment, UnreadFact
 from finitune.report import Level, Report
 from finitune.verbs import doctor
 from finitune.verbs.doctor import bundle, distributed
@@ -198,7 +198,9 @@ def test_nothing_private_is_in_a_bundle(tmp_path: Path, monkeypatch: pytest.Monk
         "PYTHONPATH": "/vol/clients/acme:/export/annelise/lib",
         "HF_HOME": "/export/annelise/.cache/huggingface",
     }
-    environment = replace(made.machine(made.T4, variables=variables), unread=("disks: OSError: /vol/clients/acme",))
+    environment = replace(
+        made.machine(made.T4, variables=variables), unread=(UnreadFact("disks", "OSError: /vol/clients/acme"),)
+    )
     inside = bundle.write_bundle(tmp_path / "b.zip", environment, report, run)
     assert inside[:3] == ("README.txt", "environment.json", "report.json")
     assert inside[3:] == ("run/config.toml", "run/report.html", "run/steps.jsonl")

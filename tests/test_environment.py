@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from finitune.machine import reading
-from finitune.machine.environment import Environment
+from finitune.machine.environment import Environment, UnreadFact
 from finitune.machine.reading import packages, pytorch
 from finitune.machine.rules import MACHINE_PREDICATES, MACHINE_RULES_FILE, examine_machine, read_machine_rules
 from finitune.machine.rules.variables import read_known_nccl_variables
@@ -169,7 +169,7 @@ def test_what_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(reading, "read_memory", broken)
     environment = reading.read_environment()
-    assert environment.unread == ("memory: OSError: no such device",)
+    assert environment.unread == (UnreadFact("memory", "OSError: no such device"),)
     assert environment.memory.total_bytes == 0
 
 

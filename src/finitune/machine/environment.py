@@ -196,6 +196,14 @@ class Toolkit:
 
 
 @dataclass(frozen=True)
+class UnreadFact:
+    """A group of facts that could not be read, and why."""
+
+    fact: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Environment:
     """All that decides whether a run will work on this machine."""
 
@@ -210,7 +218,7 @@ class Environment:
     disks: tuple[Disk, ...] = ()
     toolkits: tuple[Toolkit, ...] = ()
     variables: dict[str, str] = field(default_factory=dict)
-    unread: tuple[str, ...] = ()  # facts that could not be read, and why
+    unread: tuple[UnreadFact, ...] = ()
 
     def package(self, name: str) -> Package | None:
         """The package of that name, where it is installed."""

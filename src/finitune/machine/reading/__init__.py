@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import psutil
 
-from finitune.machine.environment import Disk, Environment, Limits, Machine, MachineMemory, Python, Toolkit
+from finitune.machine.environment import Disk, Environment, Limits, Machine, MachineMemory, Python, Toolkit, UnreadFact
 from finitune.machine.reading import packages, pytorch
 
 _T = TypeVar("_T")
@@ -42,13 +42,14 @@ _CGROUP_NO_LIMIT = 1 << 60
 
 def read_environment() -> Environment:
     """All facts of this machine that a run depends on."""
-    unread: list[str] = []
+    unread: list[UnreadFact] = []
 
     def attempt(what: str, read: Callable[[], _T], otherwise: _T) -> _T:
         try:
             return read()
         except Exception as error:
-            unread.append(f"{what}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            unread.append(UnreadFact(what, reason))
             return otherwise
 
     torch = pytorch.read_torch()

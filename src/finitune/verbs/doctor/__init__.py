@@ -48,8 +48,9 @@ def run(request: Request, progress: Progress | None = None) -> Report:
         measurements = measure_main_device(environment, watch) if loads and not request.quick else None
         report.findings.append(judge_machine(environment, measurements))
         report.findings += examine_machine(environment)
-        for what in environment.unread:
-            report.add(Level.NOTE, "FACT-UNREAD", what.partition(":")[0], what, remedy="Judge the rest without it.")
+        for one in environment.unread:
+            told = f"{one.fact}: {one.reason}"
+            report.add(Level.NOTE, "FACT-UNREAD", one.fact, told, remedy="Judge the rest without it.")
         report.figures["compute"] = report.findings[0].evidence["compute"]
         report.figures["facts"] = environment.as_json()
         report.tables += build_facts_tables(environment)
