@@ -107,7 +107,7 @@ def _tell_story(choice: diagnose.Request, request: Request, report: Report, prog
     proof = plan.plan_and_prove(parts, choice.model, pictures, 2, progress)
     settings = build_picture_settings(choice)
     drawings = {"raw-half": raw, **proof.drawings}
-    lesson = train_demo_style(request.out, request.train_steps, report, progress or SilentProgress())
+    lesson = train_demo_style(request, report, progress or SilentProgress())
     return DemoResults(settings, drawings, diagnosis, proof, measure_block_ranges(parts, settings), lesson)
 
 
@@ -151,8 +151,9 @@ def find_example_folder() -> Path:
     )
 
 
-def train_demo_style(out: Path, steps: int, report: Report, progress: Progress) -> DemoTraining:
-    """Train on the example in planned half, draw with and without the adapter, merge it, check it; into `out`."""
+def train_demo_style(request: Request, report: Report, progress: Progress) -> DemoTraining:
+    """Train on the example in planned half, draw with and without the adapter, merge it, check it."""
+    out, steps = request.out, request.train_steps
     config = read_train_config(find_example_folder() / "train.toml").config
     config = config.model_copy(
         update={
@@ -169,7 +170,7 @@ def train_demo_style(out: Path, steps: int, report: Report, progress: Progress) 
             progress.advance(_PROGRESS_STAGE)
     progress.finish(_PROGRESS_STAGE)
     adapter = Path(training.artifacts["kohya"])
-    without, worn = draw_adapter_comparison(out, adapter, report, progress)
+    without, worn = draw_adapter_comparison(request, adapter, progress)
     merged = merge.run(merge.Request(model="pico-anima", adapters=(str(adapter),), out=out / "merged"))
     checked = check.run(check.Request(paths=(adapter,), model="pico-anima"))
     for told in (training, merged, checked):
@@ -179,14 +180,14 @@ def train_demo_style(out: Path, steps: int, report: Report, progress: Progress) 
     return DemoTraining(_DEMO_PROMPT, history, adapter, out / "merged", without, worn, loads)
 
 
-def draw_adapter_comparison(out: Path, adapter: Path, report: Report, progress: Progress) -> tuple[Path, Path]:
+def draw_adapter_comparison(request: Request, adapter: Path, progress: Progress) -> tuple[Path, Path]:
     """The prompt as two pictures, without the adapter file and with it on; in current half, which needs no plan."""
     parts = load_model(ModelChoice(model="pico-anima"))
-    paths = out / "plain.png", out / "worn.png"
+    paths = request.out / "plain.png", request.out / "worn.png"
     for path in paths:
         if path == paths[1]:
             apply_named_adapters(parts, [NamedAdapter(adapter)], merge_first=False, report=Report("generate"))
         with open_in_precision(parts, "current-half") as running:
-            drawing = draw_picture_batch(running, [PictureSettings(prompt=_DEMO_PROMPT)], progress)
+            drawing = draw_picture_batch(running, [PictureSettings(prompt=_DEMO_PROMPT, steps=request.steps)], progress)
         write_bytes(path, encode_png(drawing.pixels[0]))
     return paths
